@@ -1,0 +1,45 @@
+// Kimi Delta Attention: gated delta rule with a per-channel forget gate, over packed segments.
+#pragma once
+
+#include <optional>
+#include <vector>
+
+#include "model/config/numerics.hpp"
+
+namespace lockstep::model {
+
+struct KdaInput {
+  Tensor q, k, v;        ///< [T, H, D] act; raw: l2norm of q and k happens inside
+  Tensor f;              ///< [T, H, D] act; raw forget gate before dt_bias
+  Tensor beta_logit;     ///< [T, H] act
+  Tensor a_log;          ///< [H] any floating dtype
+  Tensor dt_bias;        ///< [H * D]
+  Tensor initial_state;  ///< [S, H, D, D] acc (key dim first), one per segment; undefined: zeros
+  std::vector<int64_t>
+      cu;  ///< segment boundaries {0, ..., T}; empty segments pass their state through unchanged
+  std::optional<double> lower_bound;  ///< g = lb * sigmoid(exp(A_log) (f + dt_bias)); empty: g =
+                                      ///< -exp(A_log) softplus(f + dt_bias)
+};
+
+struct KdaOutput {
+  Tensor o;            ///< [T, H, D] act, before the output norm
+  Tensor final_state;  ///< [S, H, D, D] acc, differentiable
+};
+
+/// The chunked form (64 tokens from each segment's start), hand-written backward, exact for any
+/// gate in range: exponents are anchored per 16-row sub-block. Gradients for every tensor of the
+/// input, of both outputs. numerics: D03, D17-D26, D71. Memory saved for backward: inputs and one
+/// state per 8 chunks. Cost O(T H (64 D + D^2)).
+KdaOutput kda_chunk(const KdaInput& in, const Numerics& num);
+
+/// Per-token recurrence in plain tensor functions, differentiable by autograd: the reference for
+/// everything else. numerics: gate, beta and l2norm switches are honoured; D21-D26 do not apply (no
+/// chunk intermediates exist).
+KdaOutput kda_recurrent_reference(const KdaInput& in, const Numerics& num);
+
+/// Chunked form written plainly, one chunk after another, with every rounding point of D17-D26:
+/// what kda_chunk must equal to accumulation order in a bf16 policy. Differentiable by autograd
+/// (the backward's own roundings are kda_chunk's contract).
+KdaOutput kda_chunk_reference(const KdaInput& in, const Numerics& num);
+
+}  // namespace lockstep::model
