@@ -1,0 +1,69 @@
+// The trainer engine: forward, loss and gradients of the whole model under a policy and a topology.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "harness/trainer/documents.hpp"
+#include "model/checkpoint/weight_source.hpp"
+#include "model/config/numerics.hpp"
+#include "model/config/topology.hpp"
+#include "parallel/mesh/mesh.hpp"
+
+namespace lockstep::harness {
+
+struct TrainerOptions {
+  model::Numerics numerics = model::Numerics::policy("float32");
+  bool logits = true;      ///< return all logits (memory tokens x vocab)
+  bool grads = false;      ///< return the gradient of every trainable parameter
+  bool recompute = false;  ///< keep only layer inputs in forward, recompute each layer in backward
+  bool stream_layers = false;  ///< read each layer's weights from disk when it runs and drop them
+                               ///< after; no gradients
+  bool reference_ops = false;  ///< plain reference operators instead of the fast forms
+  std::string trace;  ///< glob over module names whose outputs (and, with grads, gradients) are
+                      ///< returned; empty: none
+  std::function<void(int64_t done, int64_t total, const char* what)>
+      progress;  ///< called per layer; may be empty
+};
+
+/// Everything is that of the whole row on rank 0 (other ranks hold the same scalars and gradients,
+/// and their local rows in local_*). Names of gradients are checkpoint tensor names.
+struct TrainerResult {
+  Tensor logits;    ///< [T, V] float64 in the float64 policy, else float32; rank 0 only; undefined
+                    ///< unless asked for
+  Tensor logprobs;  ///< [T] of each next token, NaN at a document's last; rank 0 only
+  double loss = 0;  ///< mean next-token cross entropy over all documents; 0 without targets
+  int64_t num_targets = 0;
+  std::map<std::string, Tensor> grads;  ///< of `loss`, in the dtype the parameter is used in
+  std::vector<std::pair<std::string, Tensor>>
+      trace;  ///< module name -> [T, ...] output, rank 0; "grad:" prefix for gradients
+  Tensor local_logits, local_logprobs;   ///< this rank's rows
+  int64_t local_begin = 0;               ///< first global row held here
+  double forward_s = 0, backward_s = 0;  ///< wall time on this rank
+  int64_t peak_rss_bytes = 0;            ///< of the process, high-water mark
+};
+
+class Trainer {
+ public:
+  /// Loads (or, streaming, opens) the weights. mesh must outlive the trainer; a mesh of one rank
+  /// needs no MPI. Throws kConfig for a model this policy or topology cannot run, kInput for
+  /// damaged weights.
+  Trainer(std::shared_ptr<const model::WeightSource> source,
+          TrainerOptions options,
+          const parallel::Mesh& mesh);
+  ~Trainer();
+
+  /// All ranks call it with the same documents. Throws kInput for ids outside the vocabulary, kComm
+  /// when a peer fails.
+  TrainerResult run(const Documents& documents);
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace lockstep::harness
