@@ -1,0 +1,17 @@
+// What the vocabulary of scenarios and the command line has but this build does not run.
+#pragma once
+
+#include <string>
+#include <string_view>
+
+#include "model/config/topology.hpp"
+
+namespace lockstep::harness {
+
+/// Why this engine, device or topology cannot run here and what can; empty when it can run. Names
+/// that exist nowhere get a list of those that do.
+std::string engine_problem(std::string_view engine);
+std::string device_problem(std::string_view device);
+std::string topology_problem(const model::Topology& topology);
+
+}  // namespace lockstep::harness

@@ -1,0 +1,249 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "harness/launch/scenario.hpp"
+#include "harness/launch/schema.hpp"
+#include "model/base/error.hpp"
+
+namespace lockstep::harness {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+const std::string kGood = R"(name = "good"
+tags = ["cpu"]
+
+[model]
+preset = "tiny"
+
+[data]
+documents = [300, 1, 0, 64]
+seed = 3
+
+[run.cp1]
+policy = "float64"
+grads = true
+
+[run.cp2]
+policy = "float64"
+topology = { cp = 2 }
+grads = true
+trace = "layers.*"
+
+[[compare]]
+left = "cp2"
+right = "cp1"
+what = "grads"
+metric = "rel_l2"
+limit = 1e-11
+)";
+
+ScenarioSet parse(const std::string& text, const std::vector<std::string>& sets = {}) {
+  return parse_scenario(text, "dir/good.toml", sets);
+}
+
+/// The good scenario with one line replaced.
+std::string with(const std::string& from, const std::string& to) {
+  std::string text = kGood;
+  const size_t at = text.find(from);
+  EXPECT_NE(at, std::string::npos) << from;
+  return text.replace(at, from.size(), to);
+}
+
+void expect_error(const std::string& text,
+                  ErrorKind kind,
+                  const std::vector<std::string>& parts,
+                  const std::vector<std::string>& sets = {}) {
+  try {
+    parse(text, sets);
+    ADD_FAILURE() << "accepted:\n" << text;
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), kind) << error.what();
+    for (const std::string& part : parts) EXPECT_THAT(error.what(), HasSubstr(part));
+  }
+}
+
+TEST(Scenario, GoodFileIsReadInFull) {
+  const ScenarioSet set = parse(kGood);
+  ASSERT_EQ(set.points.size(), 1U);
+  const Scenario& s = set.points[0].scenario;
+  EXPECT_EQ(s.name, "good");
+  EXPECT_EQ(s.model.preset, "tiny");
+  EXPECT_EQ(s.data.documents, (std::vector<int64_t>{300, 1, 0, 64}));
+  EXPECT_EQ(s.data.seed, 3U);
+  ASSERT_EQ(s.runs.size(), 2U);
+  EXPECT_EQ(s.runs[0].name, "cp1");
+  EXPECT_EQ(s.runs[1].topology.cp, 2);
+  EXPECT_EQ(s.runs[1].trace, "layers.*");
+  EXPECT_TRUE(s.runs[0].grads);
+  ASSERT_EQ(s.compares.size(), 1U);
+  EXPECT_EQ(s.compares[0].what, "grads");
+  EXPECT_EQ(s.compares[0].limit, 1e-11);
+}
+
+TEST(Scenario, TextThatIsNotTomlNamesTheLine) {
+  expect_error("name = \"x\"\n[model\n", ErrorKind::kInput, {"dir/good.toml:2", "not valid TOML"});
+}
+
+TEST(Scenario, UnknownKeysNameLineAndTheKeyThatWasMeant) {
+  expect_error(with("policy = \"float64\"", "polcy = \"float64\""),
+               ErrorKind::kInput,
+               {"dir/good.toml:12", "run.cp1.polcy", "did you mean 'policy'?"});
+  expect_error("descripton = \"?\"\n" + kGood,
+               ErrorKind::kInput,
+               {"dir/good.toml:1", "did you mean 'description'?"});
+  expect_error(with("preset", "presets"), ErrorKind::kInput, {"dir/good.toml:5", "'preset'"});
+  expect_error(with("seed = 3", "seeed = 3"), ErrorKind::kInput, {"good.toml:9", "'seed'"});
+  expect_error(with("limit =", "limt ="), ErrorKind::kInput, {"good.toml:26", "'limit'"});
+}
+
+TEST(Scenario, WrongTypesSayWhatWasExpectedAndWhatCame) {
+  expect_error(with("documents = [300, 1, 0, 64]", "documents = 300"),
+               ErrorKind::kInput,
+               {"good.toml:8", "expected an array of whole numbers, got a whole number"});
+  expect_error(with("documents = [300, 1, 0, 64]", "documents = [3, \"x\"]"),
+               ErrorKind::kInput,
+               {"expected an array of whole numbers"});
+  expect_error(with("documents = [300", "documents = [-1"),
+               ErrorKind::kInput,
+               {"entry 0 is -1, must be 0 or more"});
+  expect_error(
+      with("grads = true", "grads = 1"), ErrorKind::kInput, {"good.toml:13", "true or false"});
+  expect_error(with("limit = 1e-11", "limit = \"loose\""), ErrorKind::kInput, {"\"golden\""});
+  expect_error(with("[run.cp1]", "[[run.cp1]]"), ErrorKind::kInput, {"expected a table"});
+  expect_error(with("[[compare]]", "[compare]"), ErrorKind::kInput, {"write [[compare]]"});
+}
+
+TEST(Scenario, ImpossibleTopologiesAreMeshErrors) {
+  expect_error(
+      with("{ cp = 2 }", "{ cp = 0 }"), ErrorKind::kMesh, {"good.toml:17", "cp = 0", "1 or more"});
+  expect_error(with("{ cp = 2 }", "{ cp = 2, ep = 3 }"), ErrorKind::kMesh, {"ep = 3"});
+  expect_error(with("{ cp = 2 }", "{ pp = 2 }"), ErrorKind::kMesh, {"unknown axis 'pp'"});
+}
+
+TEST(Scenario, UnknownPoliciesSwitchesAndMetricsListWhatThereIs) {
+  expect_error(with("\"float64\"", "\"flaot64\""),
+               ErrorKind::kConfig,
+               {"good.toml:12", "hf-bf16", "did you mean 'float64'?"});
+  expect_error(with("grads = true", "numerics = { D99 = \"x\" }"), ErrorKind::kConfig, {"D99"});
+  expect_error(with("grads = true", "numerics = { D01 = \"x\" }"),
+               ErrorKind::kConfig,
+               {"good.toml:13", "D01", "allowed"});
+  expect_error(with("\"rel_l2\"", "\"rel_l3\""),
+               ErrorKind::kInput,
+               {"good.toml:25", "did you mean 'rel_l2'?"});
+  expect_error(with("\"rel_l2\"", "\"kl\""), ErrorKind::kInput, {"cannot measure grads"});
+}
+
+TEST(Scenario, ComparesMustNameRunsThatComputeWhatIsCompared) {
+  expect_error(with("left = \"cp2\"", "left = \"cp3\""),
+               ErrorKind::kInput,
+               {"good.toml:21", "no such run", "cp1, cp2", "did you mean"});
+  expect_error(with("grads = true", "grads = false"), ErrorKind::kInput, {"set grads = true"});
+  expect_error(with("what = \"grads\"", "what = \"trace:layers.*\""),
+               ErrorKind::kInput,
+               {"[run.cp1] keeps no activations", "trace = \"layers.*\""});
+  expect_error(with("what = \"grads\"", "what = \"grad\""), ErrorKind::kInput, {"'grads'"});
+  expect_error(with("right = \"cp1\"\n", ""), ErrorKind::kInput, {"has no 'right'"});
+  expect_error(with("right = \"cp1\"", "right = \"golden:tiny\""),
+               ErrorKind::kInput,
+               {"golden:CASE/REFERENCE"});
+  expect_error(with("limit = 1e-11", "limit = \"golden\""),
+               ErrorKind::kInput,
+               {"needs a stored reference on one side"});
+}
+
+TEST(Scenario, ModelAndDataHaveExactlyOneSource) {
+  expect_error(with("preset = \"tiny\"", ""), ErrorKind::kInput, {"good.toml:4", "exactly one"});
+  expect_error(with("preset = \"tiny\"", "preset = \"tiny\"\ngolden = \"tiny\""),
+               ErrorKind::kInput,
+               {"exactly one"});
+  expect_error(with("documents = [300, 1, 0, 64]", ""), ErrorKind::kInput, {"no tokens"});
+  expect_error(with("preset = \"tiny\"", "golden = \"tiny\""), ErrorKind::kInput, {"leave [data]"});
+  expect_error(with("preset = \"tiny\"", "checkpoint = \"/nowhere/at/all\""),
+               ErrorKind::kInput,
+               {"good.toml:5", "no such path"});
+}
+
+TEST(Scenario, FeaturesThisBuildLacksAreRefusedByName) {
+  expect_error(with("grads = true", "engine = \"inference\""),
+               ErrorKind::kConfig,
+               {"good.toml:13", "no inference engine"});
+  expect_error(with("grads = true", "device = \"cuda\""), ErrorKind::kConfig, {"CPU"});
+  expect_error(with("grads = true", "decode = 4"), ErrorKind::kConfig, {"decode"});
+  expect_error(with("{ cp = 2 }", "{ tp = 2 }"), ErrorKind::kMesh, {"tp = 2"});
+  expect_error(kGood + "[[fault]]\nkind = \"stall\"\n", ErrorKind::kConfig, {"fault"});
+}
+
+TEST(Scenario, SetReplacesValuesAndIsNamedInErrors) {
+  const ScenarioSet set = parse(kGood,
+                                {"run.*.policy=float32",
+                                 "data.documents=[5, 6]",
+                                 "compare.0.limit=0.5",
+                                 "run.cp2.topology.cp=4"});
+  const Scenario& s = set.points[0].scenario;
+  EXPECT_EQ(s.runs[0].policy, "float32");
+  EXPECT_EQ(s.runs[1].policy, "float32");
+  EXPECT_EQ(s.runs[1].topology.cp, 4);
+  EXPECT_EQ(s.data.documents, (std::vector<int64_t>{5, 6}));
+  EXPECT_EQ(s.compares[0].limit, 0.5);
+  expect_error(kGood, ErrorKind::kConfig, {"--set run.cp1.policy=no"}, {"run.cp1.policy=no"});
+  expect_error(kGood, ErrorKind::kInput, {"no run 'cp9'"}, {"run.cp9.policy=float64"});
+  expect_error(kGood, ErrorKind::kInput, {"key=value"}, {"policy"});
+  expect_error(kGood, ErrorKind::kInput, {"position"}, {"compare.7.limit=1"});
+  EXPECT_EQ(parse(kGood, {"model.preset=mini"}).points[0].scenario.model.preset, "mini");
+}
+
+TEST(Scenario, SweepRunsEveryCombinationWithTheLastKeyFastest) {
+  const ScenarioSet set = parse(kGood + R"(
+[sweep]
+"data.documents" = [[64], [100, 28]]
+"run.*.policy" = ["float64", "float32"]
+)");
+  ASSERT_EQ(set.points.size(), 4U);
+  EXPECT_EQ(set.points[0].label(), "documents=[64] policy=float64");
+  EXPECT_EQ(set.points[1].label(), "documents=[64] policy=float32");
+  EXPECT_EQ(set.points[3].scenario.data.documents, (std::vector<int64_t>{100, 28}));
+  EXPECT_EQ(set.points[3].values[0].x, 128);
+  EXPECT_EQ(set.points[1].scenario.runs[1].policy, "float32");
+  expect_error(kGood + "[sweep]\n\"run.cp1.policy\" = \"x\"\n", ErrorKind::kInput, {"array"});
+  expect_error(kGood + "[sweep]\npolicy = [\"x\"]\n", ErrorKind::kInput, {"run.*.policy"});
+  expect_error(kGood + "[sweep]\n\"run.*.policy\" = [\"x\"]\n",
+               ErrorKind::kConfig,
+               {"[sweep] at line 28", "unknown policy"});
+}
+
+TEST(Scenario, GoldenThisMeansTheCaseOfTheModel) {
+  const std::string text = R"([model]
+golden = "tiny"
+[run.a]
+policy = "float32"
+[[compare]]
+left = "a"
+right = "golden:this/f64"
+limit = "golden"
+)";
+  const Scenario s = parse(text).points[0].scenario;
+  const auto ref = parse_golden_ref(s.compares[0].right, s.model);
+  ASSERT_TRUE(ref.has_value());
+  EXPECT_EQ(ref->golden_case, "tiny");
+  EXPECT_EQ(ref->reference, "f64");
+  EXPECT_FALSE(parse_golden_ref("cp1", s.model).has_value());
+}
+
+TEST(Schema, EveryKeyIsInEveryPublishedForm) {
+  for (const KeyInfo& key : scenario_keys()) {
+    EXPECT_THAT(schema_text(), HasSubstr(std::string(key.doc)));
+    EXPECT_THAT(schema_markdown(), HasSubstr("`" + std::string(key.name) + "`"));
+    EXPECT_FALSE(key.doc.empty()) << key.name;
+  }
+}
+
+TEST(Schema, NearestFindsTypingErrorsAndNothingFarAway) {
+  EXPECT_EQ(nearest("polcy", {"policy", "engine"}), "policy");
+  EXPECT_EQ(nearest("zzzzzz", {"policy", "engine"}), "");
+}
+
+}  // namespace
+}  // namespace lockstep::harness
