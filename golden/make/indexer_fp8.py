@@ -109,7 +109,7 @@ def write(path, first_seed, provenance, put):
         raise RuntimeError("indexer_fp8: no seed without near ties")
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
-    with h5py.File(part, "w", libver="latest") as f:
+    with h5py.File(part, "w", libver=("v110", "v110")) as f:
         f.attrs["case"] = np.bytes_("indexer_fp8")
         for k, v in (provenance | dict(ml_dtypes=ml_dtypes.__version__)).items():
             f.attrs[k] = np.bytes_(v) if isinstance(v, str) else np.int64(v)

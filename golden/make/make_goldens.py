@@ -5,7 +5,6 @@
 --quick    float64 only, no spread: for checks at fresh seeds that need no noise floor
 """
 import argparse
-import datetime
 import hashlib
 import json
 import math
@@ -123,7 +122,7 @@ def provenance() -> dict:
     dirty = "-dirty" if git("status", "--porcelain", "--", str(HERE)) else ""
     return dict(format_version=FORMAT_VERSION, generator_commit=git("rev-parse", "HEAD") + dirty, generator_sha256=generator_sha256(),
                 reference_sha256=source_sha256(), torch=torch.__version__, transformers=transformers.__version__, numpy=np.__version__,
-                cpu=cpu_name(), date=datetime.date.today().isoformat())
+                cpu=cpu_name())
 
 
 def put(group, name, array, **attrs):
@@ -155,7 +154,7 @@ def strings(values) -> np.ndarray:
 
 def write_case(path: pathlib.Path, name: str, case: dict, seed, weights, docs, gap, error, run, spread, full: bool):
     specs = case["specs"]
-    with h5py.File(path, "w", libver="latest") as f:
+    with h5py.File(path, "w", libver=("v110", "v110")) as f:
         f.attrs["case"] = np.bytes_(name)
         for k, v in provenance().items():
             f.attrs[k] = np.bytes_(v) if isinstance(v, str) else np.int64(v)
