@@ -1,4 +1,6 @@
-// Products with weights, and the embedding.
+// Products with weights, and the embedding. Every product runs over a fixed grid of tiles
+// (linear_tiles.hpp): the bits do not depend on the number of threads, and with D63 = fixed-tiles a
+// row's bits do not depend on the other rows either.
 #pragma once
 
 #include "model/config/numerics.hpp"
@@ -7,13 +9,19 @@ namespace lockstep::model {
 
 /// y = x W^T. x [..., K] act; weight [N, K] act or acc dtype; returns [..., N] act.
 /// numerics: operands as given, accumulation in acc, one rounding at the store. Gradients likewise
-/// (dx act, dW in weight's dtype).
+/// (dx act, dW in weight's dtype, summed over all rows in acc and rounded once). D63.
+/// Throws kShape on wrong shapes or dtypes.
 Tensor linear(const Tensor& x, const Tensor& weight, const Numerics& num);
 
-/// Same product with operands raised to acc and the result left in acc: router logits, fp32 heads.
+/// Same product with operands raised to acc (any floating dtype) and the result left in acc: router
+/// logits, fp32 heads. Gradients in the operands' dtypes.
 Tensor linear_acc(const Tensor& x, const Tensor& weight, const Numerics& num);
 
-/// Rows of weight [V, D] for ids [T] int64, in act. The row pad_id (if >= 0) gets no gradient.
+/// at::matmul with autograd, rounded like linear.
+Tensor linear_reference(const Tensor& x, const Tensor& weight, const Numerics& num);
+
+/// Rows of weight [V, D] for ids [T] int64, in act. The row pad_id (if >= 0) gets no gradient; the
+/// others get the sum over their tokens in order, in acc, rounded once to weight's dtype.
 /// Throws kInput for an id outside [0, V), naming position and id.
 Tensor embedding(const Tensor& ids, const Tensor& weight, int64_t pad_id, const Numerics& num);
 

@@ -1,0 +1,173 @@
+#include "model/ops/linear_tiles.hpp"
+
+#include <algorithm>
+#include <type_traits>
+#include <vector>
+
+#include "model/base/parallel.hpp"
+
+namespace lockstep::model {
+namespace {
+
+constexpr int64_t kFixedTileColumns = 256;
+constexpr int64_t kMinTiles = 8;         // work for a few cores ...
+constexpr int64_t kMinTileSide = 64;     // ... without tiles too small for BLAS to be fast
+constexpr int64_t kSmallWork = 1 << 16;  // multiply-adds below which a second tile does not pay
+
+struct Grid {
+  int64_t tile_m, tile_n;
+};
+
+Grid choose_grid(int64_t m, int64_t n, int64_t k, RowTiles rows) {
+  if (rows == RowTiles::kFixed) return {kFixedTileRows, std::min(n, kFixedTileColumns)};
+  Grid g{std::min<int64_t>(m, 256), std::min<int64_t>(n, 1024)};
+  const auto tiles = [&] {
+    return ((m + g.tile_m - 1) / g.tile_m) * ((n + g.tile_n - 1) / g.tile_n);
+  };
+  while (tiles() < kMinTiles && g.tile_m * g.tile_n * k > kSmallWork) {
+    int64_t& side = g.tile_m >= g.tile_n ? g.tile_m : g.tile_n;
+    if (side <= kMinTileSide) break;
+    side = std::max(kMinTileSide, (side / 2 + 15) / 16 * 16);
+  }
+  return g;
+}
+
+}  // namespace
+
+template <typename A>
+void rows_product(Op op_b,
+                  int64_t m,
+                  int64_t n,
+                  int64_t k,
+                  const A* a,
+                  int64_t lda,
+                  const A* b,
+                  int64_t ldb,
+                  A* c,
+                  int64_t ldc,
+                  RowTiles rows,
+                  A* scratch) {
+  if (rows == RowTiles::kLibrary) {
+    gemm(Op::kNone, op_b, m, n, k, A(1), a, lda, b, ldb, A(0), c, ldc);
+    return;
+  }
+  A* padded_a = scratch;
+  A* padded_c = scratch + kFixedTileRows * k;
+  for (int64_t i = 0; i < m; ++i) std::copy_n(a + i * lda, k, padded_a + i * k);
+  std::fill(padded_a + m * k, padded_a + kFixedTileRows * k, A(0));
+  gemm(Op::kNone, op_b, kFixedTileRows, n, k, A(1), padded_a, k, b, ldb, A(0), padded_c, n);
+  for (int64_t i = 0; i < m; ++i) std::copy_n(padded_c + i * n, n, c + i * ldc);
+}
+
+template <typename A, typename Out>
+void tiled_product(Op op_a,
+                   Op op_b,
+                   int64_t m,
+                   int64_t n,
+                   int64_t k,
+                   const A* a,
+                   int64_t lda,
+                   const A* b,
+                   int64_t ldb,
+                   Out* c,
+                   int64_t ldc,
+                   RowTiles rows) {
+  if (m == 0 || n == 0) return;
+  constexpr bool kRounds = !std::is_same_v<A, Out>;
+  const Grid g = choose_grid(m, n, k, rows);
+  const int64_t tiles_n = (n + g.tile_n - 1) / g.tile_n;
+  const int64_t tiles = ((m + g.tile_m - 1) / g.tile_m) * tiles_n;
+  const bool fixed = rows == RowTiles::kFixed;
+  parallel_for(0, tiles, 1, [&](int64_t begin, int64_t end) {
+    std::vector<A> out(kRounds ? static_cast<size_t>(g.tile_m * g.tile_n) : 0);
+    std::vector<A> scratch(fixed ? static_cast<size_t>(kFixedTileRows * (k + g.tile_n)) : 0);
+    for (int64_t tile = begin; tile < end; ++tile) {
+      const int64_t i0 = tile / tiles_n * g.tile_m, j0 = tile % tiles_n * g.tile_n;
+      const int64_t mt = std::min(g.tile_m, m - i0), nt = std::min(g.tile_n, n - j0);
+      const A* at = a + (op_a == Op::kNone ? i0 * lda : i0);
+      const A* bt = b + (op_b == Op::kNone ? j0 : j0 * ldb);
+      A* target = nullptr;
+      int64_t ld = ldc;
+      if constexpr (kRounds) {
+        target = out.data();
+        ld = nt;
+      } else {
+        target = c + i0 * ldc + j0;
+      }
+      if (fixed) {
+        rows_product(op_b, mt, nt, k, at, lda, bt, ldb, target, ld, rows, scratch.data());
+      } else {
+        gemm(op_a, op_b, mt, nt, k, A(1), at, lda, bt, ldb, A(0), target, ld);
+      }
+      if constexpr (kRounds) {
+        for (int64_t i = 0; i < mt; ++i) {
+          Out* row = c + (i0 + i) * ldc + j0;
+          for (int64_t j = 0; j < nt; ++j) store(row + j, target[i * nt + j]);
+        }
+      }
+    }
+  });
+}
+
+template void rows_product(Op,
+                           int64_t,
+                           int64_t,
+                           int64_t,
+                           const float*,
+                           int64_t,
+                           const float*,
+                           int64_t,
+                           float*,
+                           int64_t,
+                           RowTiles,
+                           float*);
+template void rows_product(Op,
+                           int64_t,
+                           int64_t,
+                           int64_t,
+                           const double*,
+                           int64_t,
+                           const double*,
+                           int64_t,
+                           double*,
+                           int64_t,
+                           RowTiles,
+                           double*);
+template void tiled_product(Op,
+                            Op,
+                            int64_t,
+                            int64_t,
+                            int64_t,
+                            const float*,
+                            int64_t,
+                            const float*,
+                            int64_t,
+                            float*,
+                            int64_t,
+                            RowTiles);
+template void tiled_product(Op,
+                            Op,
+                            int64_t,
+                            int64_t,
+                            int64_t,
+                            const float*,
+                            int64_t,
+                            const float*,
+                            int64_t,
+                            Bf16*,
+                            int64_t,
+                            RowTiles);
+template void tiled_product(Op,
+                            Op,
+                            int64_t,
+                            int64_t,
+                            int64_t,
+                            const double*,
+                            int64_t,
+                            const double*,
+                            int64_t,
+                            double*,
+                            int64_t,
+                            RowTiles);
+
+}  // namespace lockstep::model

@@ -1,0 +1,52 @@
+// Matrix products over a fixed grid of tiles: each tile is one BLAS call on one thread, so that the
+// result does not depend on how many threads there are.
+#pragma once
+
+#include <cstdint>
+
+#include "model/base/blas.hpp"
+#include "model/base/scalar.hpp"
+
+namespace lockstep::model {
+
+/// Whether a row's bits may depend on how many rows are computed with it.
+enum class RowTiles : uint8_t {
+  kLibrary,  ///< tiles chosen from the shape
+  kFixed,    ///< always 64 rows (the last tile padded with zeros), columns cut from n alone
+};
+
+/// C[m,n] = op(A)[m,k] op(B)[k,n], row-major, accumulated in A's type and rounded once to Out. The
+/// grid of tiles depends on m, n and k only; k is never cut. kFixed needs op_a = kNone.
+template <typename A, typename Out>
+void tiled_product(Op op_a,
+                   Op op_b,
+                   int64_t m,
+                   int64_t n,
+                   int64_t k,
+                   const A* a,
+                   int64_t lda,
+                   const A* b,
+                   int64_t ldb,
+                   Out* c,
+                   int64_t ldc,
+                   RowTiles rows = RowTiles::kLibrary);
+
+/// One tile's product into `out`, for callers inside their own parallel loop: op(A) has `m` rows,
+/// of which kFixed makes 64 in `scratch` (64 * (k + n) values; unused otherwise).
+template <typename A>
+void rows_product(Op op_b,
+                  int64_t m,
+                  int64_t n,
+                  int64_t k,
+                  const A* a,
+                  int64_t lda,
+                  const A* b,
+                  int64_t ldb,
+                  A* c,
+                  int64_t ldc,
+                  RowTiles rows,
+                  A* scratch);
+
+inline constexpr int64_t kFixedTileRows = 64;
+
+}  // namespace lockstep::model
