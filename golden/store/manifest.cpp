@@ -1,0 +1,110 @@
+#include "golden/store/manifest.hpp"
+
+#include <algorithm>
+#include <fstream>
+#include <nlohmann/json.hpp>
+
+#include "golden/store/sha256.hpp"
+#include "model/base/error.hpp"
+
+namespace lockstep::golden {
+namespace {
+
+std::string remake(const std::filesystem::path& dir, std::string_view name) {
+  return fmt::format(
+      "take it from version control, or remake it with: python "
+      "golden/make/make_goldens.py --case {} --out {}",
+      name,
+      dir.string());
+}
+
+}  // namespace
+
+std::vector<ManifestEntry> read_manifest(const std::filesystem::path& dir) {
+  const auto path = dir / "MANIFEST.json";
+  std::ifstream in(path);
+  LOCKSTEP_CHECK(in.good(),
+                 kGolden,
+                 "golden store {}: MANIFEST.json is missing; {}",
+                 dir.string(),
+                 remake(dir, "all"));
+  std::vector<ManifestEntry> entries;
+  int64_t version = 0;
+  try {
+    const auto json = nlohmann::json::parse(in);
+    version = json.at("format_version").get<int64_t>();
+    for (const auto& [name, e] : json.at("cases").items()) {
+      entries.push_back({name,
+                         e.at("file").get<std::string>(),
+                         e.at("sha256").get<std::string>(),
+                         e.at("description").get<std::string>(),
+                         e.at("generator_commit").get<std::string>(),
+                         e.at("torch").get<std::string>(),
+                         e.at("transformers").get<std::string>(),
+                         e.at("size").get<int64_t>(),
+                         e.at("seed").get<int64_t>()});
+    }
+  } catch (const nlohmann::json::exception& error) {
+    fail(ErrorKind::kGolden,
+         "golden store {}: damaged: {}; {}",
+         path.string(),
+         error.what(),
+         remake(dir, "all"));
+  }
+  LOCKSTEP_CHECK(version == kGoldenFormatVersion,
+                 kGolden,
+                 "golden store {}: stale: format version {}, this program reads {}; {}",
+                 path.string(),
+                 version,
+                 kGoldenFormatVersion,
+                 remake(dir, "all"));
+  std::sort(
+      entries.begin(), entries.end(), [](const auto& a, const auto& b) { return a.name < b.name; });
+  return entries;
+}
+
+ManifestEntry find_entry(const std::filesystem::path& dir, std::string_view name) {
+  std::string known;
+  for (auto& entry : read_manifest(dir)) {
+    if (entry.name == name) return std::move(entry);
+    known += (known.empty() ? "" : ", ") + entry.name;
+  }
+  fail(ErrorKind::kGolden,
+       "golden store {}: no case '{}'; the manifest has {}. A new case goes into "
+       "golden/make/cases.py; then: python golden/make/make_goldens.py --case {} --out {}",
+       dir.string(),
+       name,
+       known.empty() ? "none" : known,
+       name,
+       dir.string());
+}
+
+void verify_entry(const std::filesystem::path& dir, const ManifestEntry& entry) {
+  const auto path = dir / entry.file;
+  LOCKSTEP_CHECK(std::filesystem::exists(path),
+                 kGolden,
+                 "golden {}: {} is missing; {}",
+                 entry.name,
+                 path.string(),
+                 remake(dir, entry.name));
+  const auto size = static_cast<int64_t>(std::filesystem::file_size(path));
+  LOCKSTEP_CHECK(size == entry.size_bytes,
+                 kGolden,
+                 "golden {}: {} has {} bytes, the manifest says {}; {}",
+                 entry.name,
+                 path.string(),
+                 size,
+                 entry.size_bytes,
+                 remake(dir, entry.name));
+  const std::string digest = sha256_file(path);
+  LOCKSTEP_CHECK(digest == entry.sha256,
+                 kGolden,
+                 "golden {}: {} has sha256 {}, the manifest says {}; {}",
+                 entry.name,
+                 path.string(),
+                 digest,
+                 entry.sha256,
+                 remake(dir, entry.name));
+}
+
+}  // namespace lockstep::golden
