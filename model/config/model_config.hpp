@@ -13,7 +13,7 @@ namespace lockstep::model {
 enum class MixerKind : uint8_t { kKda, kDsa };  ///< linear_attention / indexed (sparse) attention
 enum class MlpKind : uint8_t { kDense, kMoe };  ///< dense / sparse
 enum class ConfigDefaults : uint8_t {
-  kRefuse,
+  kRefuse,  ///< an error naming the key
   kHf,
   kTrainer
 };  ///< what a missing architecture key means
@@ -60,6 +60,7 @@ struct ModelConfig {
   std::string source_json;  ///< the file as read, from which export keeps pass-through keys; empty
                             ///< for presets
 
+  [[nodiscard]] int64_t shared_width() const { return moe_intermediate_size * n_shared_experts; }
   [[nodiscard]] int64_t kda_width() const { return linear_num_heads * linear_head_dim; }
   [[nodiscard]] int64_t index_pools() const { return index_topk / index_kpool; }
 };
