@@ -41,7 +41,12 @@ void drop_other_names(Edit& edit) {
     drop(second, first);
   });
   drop("num_key_value_heads", "num_attention_heads");
-  if (edit.changed("linear_lower_bound")) erase_member(edit.dict, "safe_gate");
+  for (const RawMember& change : edit.changes) {
+    if (change.key != "linear_lower_bound") continue;
+    // A dict without "safe_gate": false turns a null bound into -5.
+    erase_member(edit.dict, "safe_gate");
+    if (change.value == "null") set_member(edit.dict, "safe_gate", false);
+  }
   if (edit.changed("num_hidden_layers") || edit.changed("layer_types")) {
     erase_member(edit.dict, "kda_layers");
     erase_member(edit.dict, "full_attn_layers");
