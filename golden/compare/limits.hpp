@@ -1,0 +1,46 @@
+// Limits derived from what the reference itself achieves, so that no tolerance is a guess.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "model/base/error.hpp"
+
+namespace lockstep::golden {
+
+/// Relative L2 error allowed in float64. Two orders of the hidden channels differ by 4e-15 in
+/// logits and 3e-14 in the worst gradient; 1e-9 leaves room for another algorithm and none for an
+/// error.
+double limit_f64();
+
+/// Twice the worst of the reference's own float32 errors against float64. Throws kGolden on none.
+double limit_f32(const std::vector<double>& reference_errors);
+
+/// 1.25 times the worst of the reference's own bfloat16 errors against float64.
+double limit_bf16(const std::vector<double>& reference_errors);
+
+/// What an estimate from `num_projections` projections may exceed its limit by: four of its
+/// standard deviations. 1.35 for 64.
+double sketch_slack(int64_t num_projections);
+
+/// One comparison's error beside the reference's.
+struct RatioRow {
+  std::string name;
+  double error = 0.0;      ///< ours against float64
+  double reference = 0.0;  ///< worst of the reference's own runs
+};
+
+struct RatioSummary {
+  int64_t num_rows = 0;
+  double median = 0.0, worst = 0.0;  ///< of error / reference
+  std::string worst_name;
+};
+
+/// Over all cases and tensors; rows with an exact reference (0) count only when ours is not exact,
+/// and are then infinite.
+RatioSummary summarize_ratios(const std::vector<RatioRow>& rows);
+
+/// The median of bfloat16 ratios over all cases may be at most this.
+inline constexpr double kMedianRatioLimit = 1.1;
+
+}  // namespace lockstep::golden
