@@ -56,7 +56,11 @@ Tensor make_sketch(std::string_view name, const Tensor& tensor, SketchForm form)
       at::empty({1 + projections + static_cast<int64_t>(kept.size()) * width}, flat.options());
   auto* p = out.data_ptr<double>();
   double sum = 0.0;
-  for (int64_t i = 0; i < flat.numel(); ++i) sum += x[i] * x[i];
+  for (int64_t r = 0; r < rows; ++r) {  // row by row: the rounding of a long sum stays small
+    double row = 0.0;
+    for (int64_t i = r * width; i < (r + 1) * width; ++i) row += x[i] * x[i];
+    sum += row;
+  }
   *p++ = std::sqrt(sum);
   if (form == SketchForm::kTensor) {
     for (int64_t i = 0; i < projections; ++i) {
