@@ -6,22 +6,50 @@
 namespace lockstep::model {
 
 /// q [T, H, d_n] act; latent [S, R] act (keys and values share it; S rows of the global row, T
-/// local queries); kv_b [H * (d_n + d_v), R]: per head d_n key rows then d_v value rows; selection
-/// int32 [T, width] of rows of latent, -1 unused anywhere in a row. Returns o [T, H, d_v] act.
-/// scale = d_n^-1/2. A query without a valid key gives 0 and no gradient. numerics: D42 (expanded
-/// or absorbed), D43, D44, D46; softmax in acc, max-subtracted. Gradients for q, latent, kv_b;
-/// latent gradient added in a fixed order. Memory O(T (width + H d)), never T * S.
+/// local queries); kv_b [H * (d_n + d_v), R] act or acc, taken as given: per head d_n key rows then
+/// d_v value rows; selection int32 [T, width] of rows of latent, -1 unused anywhere in a row.
+/// Returns o [T, H, d_v] act. scale = d_n^-1/2. A query without a valid key gives 0 and no
+/// gradient.
+///
+/// absorbed (D42): qa_h = act(q_h Wk_h); s = scale (qa_h . c_j); a_h = act(sum_j P_j c_j); o_h =
+/// act(Wv_h a_h). expanded: k, v = act(c Wk_h^T), act(c Wv_h^T); s = scale (q_h . k_j); o_h =
+/// act(sum_j P_j v_j). Softmax in acc, max-subtracted. numerics in bf16 policies: D43 bf16: the
+/// product and its scaling are rounded; D44 normalised: P = bf16(e / sum), unnormalised: P =
+/// bf16(e), divided by the unrounded sum, fp32: not rounded.
+///
+/// Gradients for q and latent (act) and kv_b (its dtype); P is recomputed. Absorbed: delta = da .
+/// a; dS = scale P (dP - delta) and P rounded for the products; dqa rounded; the latent's gradient
+/// is one acc sum over queries, then heads (key role, then value role), rounded once. Expanded: the
+/// expanded graph with every bf16 node's gradient rounded. D46: the order is always fixed.
+///
+/// Every element of o, dq and dlatent is one chain of fused multiply-adds in the order of the
+/// selection (o, dq) or of the queries (dlatent): bits do not depend on threads, on the other rows,
+/// on which shard a query is in (o, dq), or on documents packed around its own. Memory beyond
+/// arguments and results: a few MB for runs of queries, plus S H (d_n + d_v) when expanded. Cost 4
+/// T width H R forward (absorbed).
+/// Throws kShape for wrong arguments, kInput for an index outside [-1, S).
 Tensor sparse_mla(const Tensor& q,
                   const Tensor& latent,
                   const Tensor& kv_b,
                   const Tensor& selection,
                   int64_t d_v,
                   const Numerics& num);
+/// Gathers [T, width, R] and leaves the rest to autograd.
 Tensor sparse_mla_reference(const Tensor& q,
                             const Tensor& latent,
                             const Tensor& kv_b,
                             const Tensor& selection,
                             int64_t d_v,
                             const Numerics& num);
+
+namespace mla {
+/// Argument checks of both forms, all but the range of the indices.
+void check_arguments(const Tensor& q,
+                     const Tensor& latent,
+                     const Tensor& kv_b,
+                     const Tensor& selection,
+                     int64_t d_v,
+                     const Numerics& num);
+}  // namespace mla
 
 }  // namespace lockstep::model
