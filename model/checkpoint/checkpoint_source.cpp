@@ -11,6 +11,14 @@ CheckpointSource::CheckpointSource(const std::string& folder, ModelConfig config
       parameters_(expected_parameters(config_)),
       match_(match_names(config_, parameters_, files_.tensors())) {
   for (size_t i = 0; i < parameters_.size(); ++i) index_[parameters_[i].name] = i;
+  const auto layout = files_.metadata().find(std::string(kLayoutKey));
+  LOCKSTEP_CHECK(layout == files_.metadata().end() || layout->second == kLayout,
+                 kInput,
+                 "{}: written in layout {}, but this program reads {}; convert it with the program "
+                 "that wrote it",
+                 folder,
+                 layout->second,
+                 kLayout);
   const std::string problems = match_.problems();
   LOCKSTEP_CHECK(problems.empty(),
                  kInput,

@@ -8,6 +8,10 @@
 
 namespace lockstep::model {
 
+/// Metadata of files with internal names.
+inline constexpr std::string_view kLayoutKey = "lockstep_layout";
+inline constexpr std::string_view kLayout = "internal-1";
+
 class CheckpointSource final : public WeightSource {
  public:
   /// Throws as open_checkpoint.

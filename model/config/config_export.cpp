@@ -124,7 +124,7 @@ void write_text(Members& text, const ModelConfig& c, std::string_view dtype, int
 
 }  // namespace
 
-std::string export_config(const ModelConfig& c, std::string_view dtype) {
+std::string export_config(const ModelConfig& c, std::string_view dtype, bool quantized) {
   const bool from_file = !c.source_json.empty();
   Members root = from_file ? raw_members(c.source_json, "config") : Members{};
   const RawMember* inner = find_member(root, "text_config");
@@ -134,6 +134,7 @@ std::string export_config(const ModelConfig& c, std::string_view dtype) {
       "architectures",
       c.composite ? R"(["Glm5NextForConditionalGeneration"])" : R"(["Glm5NextForCausalLM"])");
   set_member(root, "model_type", c.composite ? "glm5_next" : "glm5_next_text");
+  if (!quantized) erase_member(root, "quantization_config");
   if (!nested) {
     write_text(root, c, dtype, 2);
     return join_members(root, 2) + "\n";
@@ -143,6 +144,7 @@ std::string export_config(const ModelConfig& c, std::string_view dtype) {
   set_member(root, "tie_word_embeddings", c.tie_word_embeddings);
   Members text =
       from_file ? raw_members(find_member(root, "text_config")->value, "text_config") : Members{};
+  if (!quantized) erase_member(text, "quantization_config");
   add_member(text, "model_type", "\"glm5_next_text\"");
   write_text(text, c, dtype, 4);
   add_member(root, "text_config", "{}");

@@ -26,8 +26,11 @@ ModelConfig load_config(const std::string& path, ConfigDefaults defaults = Confi
 /// The config file to put beside exported weights. Members of source_json keep their bytes and
 /// order unless the struct now says something else; `dtype` and a head_dim of 0 are dropped; every
 /// alias pair gets both names; keys that an engine refuses to miss are added. `dtype` ("bfloat16")
-/// is written when not empty. Parsing the result gives the same config.
-std::string export_config(const ModelConfig& config, std::string_view dtype = {});
+/// is written when not empty. Parsing the result gives the same config. `quantized` false drops
+/// quantization_config, for weights that are no longer quantized.
+std::string export_config(const ModelConfig& config,
+                          std::string_view dtype = {},
+                          bool quantized = true);
 
 /// The resolved architecture as a JSON object with fixed keys, for people and for comparing.
 std::string describe_config(const ModelConfig& config);
