@@ -47,13 +47,14 @@ ModelConfig flash() {
 }
 
 /// Small enough for every test: heads, ranks and widths are no powers of two on purpose. 24 indexer
-/// heads, since with few of them pools tie at a score of exactly 0.
+/// heads, since with few of them pools tie at a score of exactly 0. The model of the golden case of
+/// that name.
 ModelConfig tiny() {
   ModelConfig c;
   c.vocab_size = 131;
   c.hidden_size = 96;
-  c.intermediate_size = 192;
-  c.moe_intermediate_size = 32;
+  c.intermediate_size = 160;
+  c.moe_intermediate_size = 48;
   c.num_hidden_layers = 4;
   c.num_attention_heads = 4;
   c.q_lora_rank = 40;
@@ -72,7 +73,7 @@ ModelConfig tiny() {
   c.num_experts_per_tok = 3;
   c.routed_scaling_factor = 2.5;
   c.swiglu_limit = 10.0;
-  c.pad_token_id = 0;
+  c.pad_token_id = 5;
   set_layers(c, 1);
   return c;
 }
