@@ -8,18 +8,23 @@ namespace lockstep::model {
 
 struct HeadOutput {
   Tensor logprobs;  ///< [T] acc, differentiable; 0 where the label is -1
-  Tensor entropy;   ///< [T] acc, no gradient; only if asked for
+  Tensor entropy;   ///< [T] acc, no gradient, every token; only if asked for
 };
 
 struct HeadOptions {
-  double temperature = 1.0;
+  double temperature = 1.0;  ///< > 0
   bool entropy = false;
-  int64_t token_chunk = 1024;
+  int64_t token_chunk = 1024;  ///< only backward's memory and the order of dW's sum depend on it
 };
 
-/// log softmax(h W^T / temperature)[label]. h [T, D] act, weight [V, D], labels [T] int64 with -1
-/// for none. numerics: D59, D60; softmax in acc. Backward recomputes the chunk's logits; the
-/// gradient of rounded logits is rounded. Peak memory O(token_chunk * V).
+/// log softmax(h W^T / temperature)[label]. h [T, D] act; weight [V, D] act or acc; labels [T]
+/// int64 with -1 for none. numerics: D59 (logits rounded to bf16 or left in acc), D60 (times
+/// 1/temperature, divided, or untouched); softmax in acc, maximum and sums per panel of 4096
+/// vocabulary entries merged in order; D63. Backward computes the chunk's logits again; the
+/// gradient of rounded logits is rounded; dW is summed in acc over all tokens and rounded once.
+/// Tokens without gradient cost nothing in backward where 128 neighbours have none. Peak memory in
+/// backward: token_chunk * V acc, plus W in acc if it is narrower. Throws kShape, kConfig, kInput
+/// (label outside [-1, V)).
 HeadOutput head_logprobs(const Tensor& h,
                          const Tensor& weight,
                          const Tensor& labels,

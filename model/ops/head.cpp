@@ -1,0 +1,202 @@
+#include "model/ops/head.hpp"
+
+#include "model/ops/head_kernels.hpp"
+#include "model/ops/linear.hpp"
+#include "model/ops/op_support.hpp"
+
+namespace lockstep::model {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+HeadForm check_head(const Tensor& h,
+                    const Tensor& weight,
+                    const Tensor& labels,
+                    const HeadOptions& options,
+                    const Numerics& num) {
+  check_shape(h, {-1, -1}, "head: h");
+  check_dtype(h, num.act(), "head: h");
+  check_shape(weight, {-1, h.size(1)}, "head: weight");
+  check_weight_dtype(weight, num, "head: weight");
+  check_shape(labels, {h.size(0)}, "head: labels");
+  check_dtype(labels, at::kLong, "head: labels");
+  LOCKSTEP_CHECK(
+      weight.size(0) >= 1, kShape, "head: the vocabulary is empty: {}", describe(weight));
+  LOCKSTEP_CHECK(options.temperature > 0,
+                 kConfig,
+                 "head: temperature must be positive, got {}",
+                 options.temperature);
+  LOCKSTEP_CHECK(options.token_chunk >= 1,
+                 kConfig,
+                 "head: token_chunk must be at least 1, got {}",
+                 options.token_chunk);
+  const Tensor flat = labels.contiguous();
+  const int64_t* label = cdata<int64_t>(flat);
+  for (int64_t t = 0; t < flat.numel(); ++t) {
+    LOCKSTEP_CHECK(label[t] >= -1 && label[t] < weight.size(0),
+                   kInput,
+                   "head: token {} has label {}, outside the vocabulary of {} (-1 means none)",
+                   t,
+                   label[t],
+                   weight.size(0));
+  }
+  HeadForm form{};
+  form.tokens = h.size(0);
+  form.width = h.size(1);
+  form.vocab = weight.size(0);
+  form.round_logits = num.rounds<Switch::kHeadOutput>("bf16");
+  form.form = num.is<Switch::kTemperature>("multiply") ? TemperatureForm::kMultiply
+              : num.is<Switch::kTemperature>("divide") ? TemperatureForm::kDivide
+                                                       : TemperatureForm::kRaw;
+  form.temperature = options.temperature;
+  form.tiles = num.is<Switch::kGemmRows>("fixed-tiles") ? RowTiles::kFixed : RowTiles::kLibrary;
+  return form;
+}
+
+struct HeadInfo {
+  HeadForm form;
+  HeadOptions options;
+  at::ScalarType acc;
+  Tensor labels;
+};
+
+/// Calls body(chunk's form, first token) for runs of token_chunk tokens.
+template <typename F>
+void for_each_chunk(const HeadInfo& info, F&& body) {
+  for (int64_t t = 0; t < info.form.tokens; t += info.options.token_chunk) {
+    HeadForm chunk = info.form;
+    chunk.tokens = std::min(info.options.token_chunk, info.form.tokens - t);
+    body(chunk, t);
+  }
+}
+
+template <typename F>
+void with_acc(at::ScalarType acc, F&& f) {
+  acc == at::kDouble ? f.template operator()<double>() : f.template operator()<float>();
+}
+
+class LogprobFunction : public torch::autograd::Function<LogprobFunction> {
+ public:
+  static variable_list forward(AutogradContext* ctx,
+                               const Tensor& h_TD,
+                               const Tensor& weight_VD,
+                               const HeadInfo& info) {
+    const int64_t T = info.form.tokens, D = info.form.width;
+    const Tensor h = h_TD.to(info.acc), weight = weight_VD.to(info.acc).contiguous();
+    Tensor logprobs = at::empty({T}, h.options()), log_sum = at::empty({T}, h.options());
+    Tensor entropy = at::empty({info.options.entropy ? T : 0}, h.options());
+    with_acc(info.acc, [&]<typename A>() {
+      for_each_chunk(info, [&](const HeadForm& chunk, int64_t t) {
+        head_forward<A>(chunk,
+                        cdata<A>(h) + t * D,
+                        cdata<A>(weight),
+                        cdata<int64_t>(info.labels) + t,
+                        data<A>(logprobs) + t,
+                        data<A>(log_sum) + t,
+                        info.options.entropy ? data<A>(entropy) + t : nullptr);
+      });
+    });
+    ctx->mark_non_differentiable({entropy});
+    ctx->save_for_backward({h_TD, weight_VD, log_sum});
+    stash(ctx, info);
+    return {logprobs, entropy};
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    const auto saved = ctx->get_saved_variables();
+    const HeadInfo& info = stashed<HeadInfo>(ctx);
+    const int64_t T = info.form.tokens, D = info.form.width, V = info.form.vocab;
+    const Tensor h = saved[0].to(info.acc), weight = saved[1].to(info.acc).contiguous();
+    const Tensor dlogprobs = grads[0].contiguous();
+    const bool need_h = ctx->needs_input_grad(0), need_weight = ctx->needs_input_grad(1);
+    Tensor dh, dweight;
+    if (need_h) dh = at::empty({T, D}, h.options());
+    if (need_weight)
+      dweight = T > 0 ? at::empty({V, D}, h.options()) : at::zeros({V, D}, h.options());
+    const Tensor dlogits = at::empty({std::min(T, info.options.token_chunk), V}, h.options());
+    with_acc(info.acc, [&]<typename A>() {
+      for_each_chunk(info, [&](const HeadForm& chunk, int64_t t) {
+        head_logit_gradient<A>(chunk,
+                               cdata<A>(h) + t * D,
+                               cdata<A>(weight),
+                               cdata<int64_t>(info.labels) + t,
+                               cdata<A>(saved[2]) + t,
+                               cdata<A>(dlogprobs) + t,
+                               data<A>(dlogits));
+        if (need_h) {
+          tiled_product<A, A>(Op::kNone,
+                              Op::kNone,
+                              chunk.tokens,
+                              D,
+                              V,
+                              cdata<A>(dlogits),
+                              V,
+                              cdata<A>(weight),
+                              D,
+                              data<A>(dh) + t * D,
+                              D,
+                              info.form.tiles);
+        }
+        if (need_weight) {
+          head_weight_gradient<A>(
+              chunk, cdata<A>(dlogits), cdata<A>(h) + t * D, t > 0, data<A>(dweight));
+        }
+      });
+    });
+    return {need_h ? dh.to(saved[0].scalar_type()) : Tensor(),
+            need_weight ? dweight.to(saved[1].scalar_type()) : Tensor(),
+            {}};
+  }
+};
+
+/// Logits of one chunk in acc, for the reference.
+Tensor reference_logits(const Tensor& h,
+                        const Tensor& weight,
+                        const HeadForm& form,
+                        const Numerics& num) {
+  const Tensor z = at::matmul(h.to(num.acc()), weight.to(num.acc()).t());
+  // A rounded logit is a bf16 tensor, and so is its gradient.
+  return form.round_logits ? z.to(at::kBFloat16).to(num.acc()) : z;
+}
+
+}  // namespace
+
+HeadOutput head_logprobs(const Tensor& h,
+                         const Tensor& weight,
+                         const Tensor& labels,
+                         const HeadOptions& options,
+                         const Numerics& num) {
+  const HeadForm form = check_head(h, weight, labels, options, num);
+  const auto out = LogprobFunction::apply(
+      h.contiguous(), weight, HeadInfo{form, options, num.acc(), labels.contiguous()});
+  return {out[0], options.entropy ? out[1] : Tensor()};
+}
+
+HeadOutput head_logprobs_reference(const Tensor& h,
+                                   const Tensor& weight,
+                                   const Tensor& labels,
+                                   const HeadOptions& options,
+                                   const Numerics& num) {
+  const HeadForm form = check_head(h, weight, labels, options, num);
+  Tensor z_TV = reference_logits(h, weight, form, num);
+  if (form.form == TemperatureForm::kMultiply) z_TV = z_TV * (1 / options.temperature);
+  if (form.form == TemperatureForm::kDivide) z_TV = z_TV / options.temperature;
+  const Tensor log_sum_T = at::logsumexp(z_TV, {1});
+  const Tensor at_label_T = z_TV.gather(1, labels.clamp_min(0).unsqueeze(1)).squeeze(1);
+  HeadOutput out;
+  out.logprobs = (at_label_T - log_sum_T).masked_fill(labels < 0, 0);
+  if (options.entropy) {
+    const Tensor z = z_TV.detach();
+    out.entropy = log_sum_T.detach() - (at::softmax(z, 1) * z).sum(1);
+  }
+  return out;
+}
+
+Tensor head_logits(const Tensor& h, const Tensor& weight, const Numerics& num) {
+  const at::NoGradGuard guard;
+  return num.rounds<Switch::kHeadOutput>("bf16") ? linear(h, weight, num).to(num.acc())
+                                                 : linear_acc(h, weight, num);
+}
+
+}  // namespace lockstep::model
