@@ -25,6 +25,8 @@ add_library(lockstep_torch INTERFACE)
 target_include_directories(lockstep_torch SYSTEM INTERFACE
   ${LOCKSTEP_TORCH_DIR}/include ${LOCKSTEP_TORCH_DIR}/include/torch/csrc/api/include)
 target_link_directories(lockstep_torch INTERFACE ${LOCKSTEP_TORCH_DIR}/lib)
+# libtorch_cpu exports its own, older std::filesystem, parts of which (remove_all) jump to address 0. The C++ library must be
+# searched first, so it is named first.
 target_link_libraries(lockstep_torch INTERFACE
-  -Wl,--no-as-needed ${LOCKSTEP_TORCH_DIR}/lib/libtorch_cpu.so ${LOCKSTEP_TORCH_DIR}/lib/libc10.so -Wl,--as-needed)
+  -Wl,--no-as-needed -lstdc++ ${LOCKSTEP_TORCH_DIR}/lib/libtorch_cpu.so ${LOCKSTEP_TORCH_DIR}/lib/libc10.so -Wl,--as-needed)
 target_link_options(lockstep_torch INTERFACE -Wl,-rpath,${LOCKSTEP_TORCH_DIR}/lib -Wl,--allow-shlib-undefined)
