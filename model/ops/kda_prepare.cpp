@@ -1,0 +1,353 @@
+// The part of the chunked form that needs no state: gates, l2norm, decays, scores, inverse, W and
+// U.
+#include <algorithm>
+#include <cmath>
+
+#include "model/ops/kda_core.hpp"
+#include "model/ops/kda_tile.hpp"
+
+namespace lockstep::model {
+namespace {
+
+using simd::load;
+using simd::splat;
+using simd::store;
+using simd::Vec;
+
+/// g of one row, in place over f.
+template <typename R>
+void log_decay_row(const KdaMode& mode, R rate, const R* dt, int64_t width, R* f) {
+  const R lb = static_cast<R>(mode.lower_bound);
+  for (int64_t c = 0; c < width; c += simd::kLanes<R>) {
+    const Vec<R> z = load(f + c) + load(dt + c), x = splat(rate) * z;
+    Vec<R> g{};
+    switch (mode.gate) {
+      case KdaMode::Gate::kSigmoid:
+        g = splat(lb) * simd::sigmoid(x);
+        break;
+      case KdaMode::Gate::kQuotient:
+        g = splat(lb) / (1 + simd::exp(-x));
+        break;
+      case KdaMode::Gate::kTanh:
+        for (int64_t i = 0; i < simd::kLanes<R>; ++i) {
+          g[i] = lb * (R(0.5) * std::tanh(R(0.5) * x[i]) + R(0.5));
+        }
+        break;
+      case KdaMode::Gate::kSoftplus:
+        for (int64_t i = 0; i < simd::kLanes<R>; ++i) {
+          g[i] = -rate * (z[i] > 20 ? z[i] : std::log1p(std::exp(z[i])));
+        }
+        break;
+    }
+    store(f + c, g);
+  }
+}
+
+template <typename R>
+R beta_of(const KdaMode& mode, R logit) {
+  const R beta = mode.beta_tanh ? R(0.5) * std::tanh(R(0.5) * logit) + R(0.5)
+                                : R(1) / (R(1) + std::exp(-logit));
+  return mode.round_beta ? simd::round_bf16(beta) : beta;
+}
+
+template <typename R>
+void normalise_row(const KdaMode& mode, int64_t width, R* x) {
+  const R root = std::sqrt(simd::dot(x, x, width) + static_cast<R>(kL2Eps));
+  const Vec<R> divisor = splat(root), factor = splat(1 / root);
+  for (int64_t c = 0; c < width; c += simd::kLanes<R>) {
+    Vec<R> v = load(x + c);
+    v = mode.l2_divides ? v / divisor : v * factor;
+    store(x + c, mode.round_normalised ? simd::round_bf16(v) : v);
+  }
+}
+
+/// q, k, beta, beta v and the single-token decays.
+template <typename S, typename R>
+void load_tokens(const KdaCall<S, R>& call, const KdaChunk& chunk, int64_t head, KdaData<R>& d) {
+  const KdaMode& mode = call.mode;
+  const int64_t dim = call.dim, width = d.width, at = head * dim;
+  const R log2e = static_cast<R>(1.4426950408889634074);
+  R* dt = d.bkt;  // free until the operands are formed
+  simd::load_row(call.dt_bias + at, dim, dt, width);
+  for (int64_t i = 0; i < d.rows; ++i) {
+    R *q = d.q + i * width, *k = d.k + i * width, *v = d.bv + i * width, *e = d.decay + i * width;
+    if (i >= chunk.length) {
+      std::fill(q, q + width, R(0));
+      std::fill(k, k + width, R(0));
+      std::fill(v, v + width, R(0));
+      std::fill(e, e + width, R(1));
+      d.beta[i] = 0;
+      continue;
+    }
+    const int64_t t = chunk.row + i;
+    simd::load_row(call.q.data + t * call.q.stride + at, dim, q, width);
+    simd::load_row(call.k.data + t * call.k.stride + at, dim, k, width);
+    simd::load_row(call.v.data + t * call.v.stride + at, dim, v, width);
+    simd::load_row(call.f.data + t * call.f.stride + at, dim, e, width);
+    normalise_row(mode, width, q);
+    normalise_row(mode, width, k);
+    const R beta =
+        beta_of(mode, simd::widen(call.beta_logit.data[t * call.beta_logit.stride + head]));
+    d.beta[i] = beta;
+    log_decay_row(mode, call.rate[head], dt, width, e);
+    for (int64_t c = 0; c < width; c += simd::kLanes<R>) {
+      const Vec<R> g = load(e + c);
+      store(e + c, mode.base2 ? simd::exp2(g * splat(log2e)) : simd::exp(g));
+      const Vec<R> bv = splat(beta) * load(v + c);
+      store(v + c, mode.round_operands ? simd::round_bf16(bv) : bv);
+    }
+  }
+}
+
+/// Decays from each block's start, to its end, over blocks; q and k scaled by them. With rounded
+/// exponentials (D25) the decay to the end is bf16(exp(b_end)) * bf16(exp(-b)), and q, k scaled by
+/// a rounded factor are matrix operands of their own (D24).
+template <typename R>
+void block_decays(const KdaMode& mode, KdaData<R>& d, R* k_inverse) {
+  const int64_t width = d.width, blocks = d.rows / kBlock;
+  const bool round = mode.round_exp, round_product = mode.round_exp && mode.round_operands;
+  const auto product = [&](Vec<R> x) { return round_product ? simd::round_bf16(x) : x; };
+  for (int64_t c = 0; c < width; c += simd::kLanes<R>) {
+    for (int64_t b = 0; b < blocks; ++b) {
+      const int64_t base = b * kBlock * width + c;
+      Vec<R> run = splat(R(1));
+      for (int64_t i = 0; i < kBlock; ++i) {
+        const int64_t at = base + i * width;
+        run = run * load(d.decay + at);
+        const Vec<R> e = round ? simd::round_bf16(run) : run;
+        store(d.from_start + at, e);
+        store(d.q_start + at, product(load(d.q + at) * e));
+        store(d.k_start + at, product(load(d.k + at) * e));
+        if (round) store(k_inverse + at, product(load(d.k + at) * simd::round_bf16(1 / run)));
+      }
+      const Vec<R> total = round ? simd::round_bf16(run) : run;
+      store(d.total + b * width + c, total);
+      run = splat(R(1));
+      for (int64_t i = kBlock - 1; i >= 0; --i) {
+        const int64_t at = base + i * width;
+        store(d.to_end + at, run);
+        store(d.k_end + at, round ? product(load(k_inverse + at) * total) : load(d.k + at) * run);
+        run = run * load(d.decay + at);
+      }
+    }
+    Vec<R> run = splat(R(1));
+    for (int64_t b = 0; b < blocks; ++b) {
+      store(d.before + b * width + c, run);
+      run = run * load(d.total + b * width + c);
+    }
+    store(d.chunk_decay + c, run);
+    run = splat(R(1));
+    for (int64_t b = blocks - 1; b >= 0; --b) {
+      store(d.after + b * width + c, run);
+      run = run * load(d.total + b * width + c);
+    }
+  }
+}
+
+/// Gm and M between blocks: rows of block I against all earlier keys decayed to I's start.
+template <typename R>
+void scores_between(KdaData<R>& d, R scale, R* keys_T) {
+  const int64_t width = d.width, chunk = d.chunk, blocks = d.rows / kBlock;
+  for (int64_t b = 1; b < blocks; ++b) {
+    const int64_t old = (b - 1) * kBlock, now = b * kBlock;
+    const R* total = d.total + (b - 1) * width;
+    for (int64_t c = 0; c < width; ++c) {
+      R* row = keys_T + c * chunk;
+      const Vec<R> decay = splat(total[c]);
+      for (int64_t j = 0; j < old; j += simd::kLanes<R>) store(row + j, load(row + j) * decay);
+    }
+    transpose_into(kBlock, width, d.k_end + old * width, width, keys_T + old, chunk);
+    tile_product(kBlock,
+                 now,
+                 width,
+                 plain(d.k_start + now * width, width),
+                 keys_T,
+                 chunk,
+                 d.gm + now * chunk,
+                 chunk);
+    tile_product(kBlock,
+                 now,
+                 width,
+                 plain(d.q_start + now * width, width),
+                 keys_T,
+                 chunk,
+                 d.m + now * chunk,
+                 chunk,
+                 scale);
+  }
+}
+
+/// Gm and M inside a block: key j walks down the rows and decays by one token's factor at a time.
+template <typename R>
+void scores_within(const KdaChunk& chunk, KdaData<R>& d, R scale, R* walk) {
+  const int64_t width = d.width;
+  constexpr int64_t lanes = simd::kLanes<R>;
+  for (int64_t j = 0; j < chunk.length; ++j) {
+    const int64_t end = std::min((j / kBlock + 1) * kBlock, chunk.length);
+    std::copy(d.k + j * width, d.k + (j + 1) * width, walk);
+    d.m[j * d.chunk + j] = scale * simd::dot(d.q + j * width, walk, width);
+    for (int64_t i = j + 1; i < end; ++i) {
+      const R *e = d.decay + i * width, *k = d.k + i * width, *q = d.q + i * width;
+      Vec<R> g0{}, g1{}, m0{}, m1{};
+      for (int64_t c = 0; c < width; c += 2 * lanes) {
+        const Vec<R> w0 = load(walk + c) * load(e + c);
+        const Vec<R> w1 = load(walk + c + lanes) * load(e + c + lanes);
+        store(walk + c, w0);
+        store(walk + c + lanes, w1);
+        g0 = simd::fma(w0, load(k + c), g0);
+        g1 = simd::fma(w1, load(k + c + lanes), g1);
+        m0 = simd::fma(w0, load(q + c), m0);
+        m1 = simd::fma(w1, load(q + c + lanes), m1);
+      }
+      d.gm[i * d.chunk + j] = simd::sum(g0 + g1);
+      d.m[i * d.chunk + j] = scale * simd::sum(m0 + m1);
+    }
+  }
+}
+
+/// The same with rounded exponentials: exp(b_i) exp(-b_j) anchored at the block's start.
+template <typename R>
+void scores_within_rounded(const KdaChunk& chunk, KdaData<R>& d, R scale, const R* k_inverse) {
+  const int64_t width = d.width;
+  for (int64_t j = 0; j < chunk.length; ++j) {
+    const int64_t end = std::min((j / kBlock + 1) * kBlock, chunk.length);
+    for (int64_t i = j; i < end; ++i) {
+      d.m[i * d.chunk + j] = scale * simd::dot(d.q_start + i * width, k_inverse + j * width, width);
+      if (i > j) {
+        d.gm[i * d.chunk + j] = simd::dot(d.k_start + i * width, k_inverse + j * width, width);
+      }
+    }
+  }
+}
+
+inline float round_half(float x) { return static_cast<float>(static_cast<_Float16>(x)); }
+inline double round_half(double x) { return x; }
+
+/// (I - L)(I + L^2)(I + L^4)(I + L^8) of a kBlock x kBlock strictly lower L, every product rounded
+/// to half precision (D23 fp16).
+template <typename R>
+void half_inverse_block(const R* l, int64_t ld, R* t, R* scratch) {
+  constexpr int64_t n = kBlock;
+  R *power = scratch, *factor = scratch + n * n, *next = scratch + 2 * n * n;
+  const auto multiply = [&](const R* a, const R* b, R* out) {
+    for (int64_t i = 0; i < n; ++i) {
+      for (int64_t j = 0; j < n; ++j) {
+        R s = 0;
+        for (int64_t p = 0; p < n; ++p) s = std::fma(a[i * n + p], b[p * n + j], s);
+        out[i * n + j] = round_half(s);
+      }
+    }
+  };
+  R* product = scratch + 3 * n * n;
+  for (int64_t i = 0; i < n; ++i) {
+    for (int64_t j = 0; j < n; ++j) {
+      power[i * n + j] = l[i * ld + j];
+      product[i * n + j] = round_half((i == j ? R(1) : R(0)) - l[i * ld + j]);
+    }
+  }
+  for (int64_t step = 0; step < 3; ++step) {
+    multiply(power, power, next);
+    std::swap(power, next);
+    for (int64_t i = 0; i < n * n; ++i) {
+      factor[i] = round_half(power[i] + (i % (n + 1) == 0 ? R(1) : R(0)));
+    }
+    multiply(product, factor, next);
+    std::swap(product, next);
+  }
+  for (int64_t i = 0; i < n; ++i) std::copy(product + i * n, product + (i + 1) * n, t + i * ld);
+}
+
+/// Tm = (I + L)^-1: forward substitution by rows inside blocks, block substitution between them.
+template <typename R>
+void invert(const KdaMode& mode, KdaData<R>& d, R* scratch) {
+  const int64_t ld = d.chunk, rows = d.rows;
+  for (int64_t i = 0; i < rows; ++i) {
+    for (int64_t j = 0; j < i; ++j) {
+      const R x = d.beta[i] * d.gm[i * ld + j];
+      d.l[i * ld + j] = mode.half_inverse ? round_half(x) : x;
+    }
+    std::fill(d.l + i * ld + i, d.l + i * ld + rows, R(0));
+    std::fill(d.tm + i * ld, d.tm + i * ld + rows, R(0));
+  }
+  for (int64_t b = 0; b < rows; b += kBlock) {
+    R* t = d.tm + b * ld + b;
+    const R* l = d.l + b * ld + b;
+    if (mode.half_inverse) {
+      half_inverse_block(l, ld, t, scratch);
+    } else {
+      for (int64_t i = 0; i < kBlock; ++i) {
+        R* row = t + i * ld;
+        for (int64_t j = 0; j < i; ++j) {
+          const Vec<R> x = splat(-l[i * ld + j]);
+          for (int64_t c = 0; c < kBlock; c += simd::kLanes<R>) {
+            store(row + c, simd::fma(x, load(t + j * ld + c), load(row + c)));
+          }
+        }
+        row[i] = 1;
+      }
+    }
+    if (b == 0) continue;
+    tile_product(kBlock, b, b, plain(d.l + b * ld, ld), d.tm, ld, scratch, ld);
+    tile_product(kBlock, b, kBlock, plain(t, ld), scratch, ld, d.tm + b * ld, ld, R(-1));
+  }
+  kda_round(mode.round_inverse, rows, rows, d.tm, ld);
+}
+
+template <typename R>
+void operands(const KdaMode& mode, KdaData<R>& d) {
+  const int64_t width = d.width;
+  const auto rounded = [&](Vec<R> x) { return mode.round_operands ? simd::round_bf16(x) : x; };
+  for (int64_t i = 0; i < d.rows; ++i) {
+    const R *before = d.before + i / kBlock * width, *after = d.after + i / kBlock * width;
+    const Vec<R> beta = splat(d.beta[i]);
+    for (int64_t c = 0; c < width; c += simd::kLanes<R>) {
+      const int64_t at = i * width + c;
+      store(d.bkt + at, rounded(beta * (load(d.k_start + at) * load(before + c))));
+      store(d.qe + at, rounded(load(d.q_start + at) * load(before + c)));
+      store(d.ke + at, rounded(load(d.k_end + at) * load(after + c)));
+    }
+  }
+  for (int64_t b = 0; b < d.rows; b += kBlock) {
+    const Left<R> t = plain<R>(d.tm + b * d.chunk, d.chunk);
+    tile_product(kBlock, width, b + kBlock, t, d.bkt, width, d.w + b * width, width);
+    tile_product(kBlock, width, b + kBlock, t, d.bv, width, d.n + b * width, width);
+  }
+  kda_round(mode.round_operands, d.rows, width, d.w, width);
+  kda_round(mode.round_operands, d.rows, width, d.n, width);
+}
+
+}  // namespace
+
+template <typename S, typename R>
+void kda_prepare(const KdaCall<S, R>& call, const KdaChunk& chunk, int64_t head, KdaData<R>& d) {
+  const KdaMode& mode = call.mode;
+  const R scale = 1 / std::sqrt(static_cast<R>(call.dim));
+  d.rows = kda_padded_rows(chunk.length);
+  load_tokens(call, chunk, head, d);
+  R* k_inverse = d.n;  // W and U are formed last: their room is scratch until then
+  R* keys_T = d.w;
+  block_decays(mode, d, k_inverse);
+  std::fill(d.gm, d.gm + d.rows * d.chunk, R(0));
+  std::fill(d.m, d.m + d.rows * d.chunk, R(0));
+  scores_between(d, scale, keys_T);
+  if (mode.round_exp) {
+    scores_within_rounded(chunk, d, scale, k_inverse);
+  } else {
+    scores_within(chunk, d, scale, d.bkt);
+  }
+  kda_round(mode.round_scores, d.rows, d.rows, d.m, d.chunk);
+  invert(mode, d, d.work);
+  operands(mode, d);
+}
+
+template void kda_prepare(const KdaCall<double, double>&,
+                          const KdaChunk&,
+                          int64_t,
+                          KdaData<double>&);
+template void kda_prepare(const KdaCall<float, float>&, const KdaChunk&, int64_t, KdaData<float>&);
+template void kda_prepare(const KdaCall<simd::Bf16, float>&,
+                          const KdaChunk&,
+                          int64_t,
+                          KdaData<float>&);
+
+}  // namespace lockstep::model
