@@ -165,12 +165,12 @@ std::string_view name(ChartKind kind) noexcept;
 /// comparison is kRecorded; a NaN never passes, not even without a limit.
 void judge(Comparison& comparison);
 
-/// Sets status from the comparisons and runs unless the scenario already ended kSkipped or kError
-/// or is one that is expected to fail (there the runner decides). The order is error, fail, pass;
-/// a scenario of which everything was skipped is kSkipped, one that judged nothing is kRecorded.
+/// Sets status and reason from the comparisons and runs: error before fail before pass; everything
+/// skipped is kSkipped, nothing judged is kRecorded. A worse status already there is kept, and a
+/// scenario that is expected to fail is left as the runner set it. Doing it twice changes nothing.
 void conclude(ScenarioResult& scenario);
 
-/// Concludes nothing below it: sets status, exit_code and verdict from the scenarios.
+/// Concludes every scenario, then sets status, exit_code and verdict.
 void conclude(Report& report);
 
 /// 0 pass, 1 numerics differ, 2 bad input, 3 communication, 4 golden missing or stale, 5 internal.
@@ -188,8 +188,10 @@ struct Counts {
 Counts count_scenarios(const Report& report);
 Counts count_comparisons(const Report& report);
 
-/// The judged comparison with the largest ratio among scenarios meant to pass, errors excepted; a
-/// NaN value counts as the largest. Null pointers when there is none.
+/// The judged comparison nearest to or farthest over its limit: failures before passes, then by
+/// ratio, a NaN value above all. Null when nothing was judged.
+const Comparison* worst_comparison(const ScenarioResult& scenario);
+/// The same over all scenarios that were meant to pass.
 struct Worst {
   const ScenarioResult* scenario = nullptr;
   const Comparison* comparison = nullptr;
@@ -199,8 +201,11 @@ Worst worst_comparison(const Report& report);
 /// "All 14 comparisons in 3 scenarios are within their limits; the closest is ..."
 std::string verdict_sentence(const Report& report);
 
-/// The numbers as people read them: "1.2e-9", "0.034", "4096", "NaN", "infinite".
-std::string format_number(double value);
+/// A number as people read it, in that many significant digits without trailing zeros: "1.2e-9",
+/// "0.034", "4096", "0.99987", "NaN", "inf".
+std::string format_number(double value, int digits = 3);
+/// A ratio as percent: "43%", "just under 100%", "less than 0.1%".
+std::string format_percent(double ratio);
 
 /// JSON text, indented, keys in a fixed order. Not-a-number and infinities are the strings "NaN",
 /// "Infinity", "-Infinity"; every other number reads back to the same bits.
