@@ -111,7 +111,7 @@ LOCKSTEP_CHAIN_TARGET void run_columns(int64_t m, bool tail, const Tile<V, T>& t
 template <typename V>
 LOCKSTEP_CHAIN_INLINE int64_t tile_vecs(int64_t m, int64_t vecs) {
   if (V::kRegisters >= 32) {
-    if (m < 8) return vecs < 4 ? vecs : 4;
+    if (m < 8) return vecs == 5 ? 3 : vecs < 4 ? vecs : 4;
     return vecs == 4 ? 2 : vecs < 3 ? vecs : 3;
   }
   if (m < 4) return vecs < 4 ? vecs : 4;

@@ -6,6 +6,8 @@
 #include <limits>
 #include <vector>
 
+#include "model/ops/chain_gemm.hpp"
+
 namespace lockstep::model {
 namespace {
 
@@ -28,9 +30,13 @@ const std::array<float, 256> kDecode = decode_table();
 constexpr int64_t kLanes = 8;
 
 float row_scale(const float* x, int64_t dim, Fp8Scale mode) {
-  float amax = 0;
-  for (int64_t i = 0; i < dim; ++i) amax = std::max(amax, std::fabs(x[i]));
-  return fp8_scale(amax, mode);
+  float top[kLanes] = {};
+  int64_t i = 0;
+  for (; i + kLanes <= dim; i += kLanes) {
+    for (int64_t l = 0; l < kLanes; ++l) top[l] = std::max(top[l], std::fabs(x[i + l]));
+  }
+  for (; i < dim; ++i) top[0] = std::max(top[0], std::fabs(x[i]));
+  return fp8_scale(*std::max_element(top, top + kLanes), mode);
 }
 
 }  // namespace
@@ -43,9 +49,7 @@ void hadamard_rows(float* x, int64_t rows, int64_t dim) {
   float* w = buffer.data();
   for (int64_t r = 0; r < rows; r += kLanes) {
     const int64_t n = std::min(kLanes, rows - r);
-    for (int64_t l = 0; l < n; ++l) {
-      for (int64_t i = 0; i < dim; ++i) w[i * kLanes + l] = x[(r + l) * dim + i];
-    }
+    gather_transposed<float>(x + r * dim, dim, nullptr, n, dim, w, kLanes);
     for (int64_t stride = 1; stride < dim; stride *= 2) {
       for (int64_t base = 0; base < dim; base += 2 * stride) {
         float* lo = w + base * kLanes;
@@ -57,11 +61,8 @@ void hadamard_rows(float* x, int64_t rows, int64_t dim) {
         }
       }
     }
-    for (int64_t l = 0; l < n; ++l) {
-      for (int64_t i = 0; i < dim; ++i) {
-        x[(r + l) * dim + i] = round_bf16(w[i * kLanes + l] * scale);
-      }
-    }
+    for (int64_t i = 0; i < dim * kLanes; ++i) w[i] = round_bf16(w[i] * scale);
+    gather_transposed<float>(w, kLanes, nullptr, dim, n, x + r * dim, dim);
   }
 }
 
@@ -80,7 +81,7 @@ void quantise_rows_to_values(
     const float scale = row_scale(x + r * dim, dim, mode);
     scales[r] = scale;
     for (int64_t i = 0; i < dim; ++i) {
-      values[r * dim + i] = kDecode[e4m3_encode(x[r * dim + i] / scale)];
+      values[r * dim + i] = e4m3_round(x[r * dim + i] / scale);
     }
   }
 }

@@ -32,6 +32,20 @@ inline uint8_t e4m3_encode(float x) {
   return static_cast<uint8_t>(x == x ? (sign | code) : 0x7fU);
 }
 
+/// e4m3_decode(e4m3_encode(x)) without the code between, for loops that the compiler vectorises.
+inline float e4m3_round(float x) {
+  const auto bits = std::bit_cast<uint32_t>(x);
+  float magnitude = std::bit_cast<float>(bits & 0x7fffffffU);
+  magnitude = magnitude > kFp8Max ? kFp8Max : magnitude;
+  const auto m = std::bit_cast<uint32_t>(magnitude);
+  const auto normal = std::bit_cast<float>((m + 0x7ffffU + ((m >> 20) & 1U)) & 0xfff00000U);
+  const float subnormal = (magnitude + 16384.0F) - 16384.0F;
+  const float value = magnitude < 0.015625F ? subnormal : normal;
+  const auto with_sign =
+      std::bit_cast<float>(std::bit_cast<uint32_t>(value) | (bits & 0x80000000U));
+  return x == x ? with_sign : x;
+}
+
 /// Value of an e4m3fn byte; 0x7f and 0xff are NaN.
 float e4m3_decode(uint8_t byte);
 

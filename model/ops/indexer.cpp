@@ -77,7 +77,7 @@ void select_rows(const indexer::Scorer<T>& scorer,
     scored.push_back(s.document);
     most_pools = std::max(most_pools, pools);
   }
-  dynamic_tasks(static_cast<int64_t>(scored.size()), [&] {
+  dynamic_tasks(static_cast<int64_t>(scored.size()), [&](int64_t) {
     return [&](int64_t task) {
       const auto d = static_cast<size_t>(scored[static_cast<size_t>(task)]);
       panels[d] = indexer::pack_pools(pooled + first_pool[d] * params.head_dim,
@@ -86,7 +86,7 @@ void select_rows(const indexer::Scorer<T>& scorer,
     };
   });
   const std::vector<QueryBlock> blocks = query_blocks(packing);
-  dynamic_tasks(static_cast<int64_t>(blocks.size()), [&] {
+  dynamic_tasks(static_cast<int64_t>(blocks.size()), [&](int64_t) {
     // Scratch of one thread, filled on the first block that needs it.
     return [&,
             scratch = indexer::Scratch<T>(),

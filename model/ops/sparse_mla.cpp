@@ -1,5 +1,6 @@
 #include "model/ops/sparse_mla.hpp"
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 
@@ -51,15 +52,17 @@ std::vector<int64_t> count_keys(const Tensor& selection, int64_t keys) {
   std::atomic<int64_t> wrong{rows};
   parallel_for(0, rows, 256, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
-      int64_t count = 0, bad = 0;
+      const int32_t* row = data + t * width;
+      int32_t unused = 0, lowest = -1, highest = -1;
       for (int64_t i = 0; i < width; ++i) {
-        const int32_t key = data[t * width + i];
-        count += key >= 0 ? 1 : 0;
-        bad += key < -1 || key >= keys ? 1 : 0;
+        unused += row[i] < 0 ? 1 : 0;
+        lowest = std::min(lowest, row[i]);
+        highest = std::max(highest, row[i]);
       }
-      counts[static_cast<size_t>(t)] = count;
+      counts[static_cast<size_t>(t)] = width - unused;
       int64_t first = wrong;
-      while (bad > 0 && t < first && !wrong.compare_exchange_weak(first, t)) {
+      while ((lowest < -1 || highest >= keys) && t < first &&
+             !wrong.compare_exchange_weak(first, t)) {
       }
     }
   });

@@ -59,7 +59,7 @@ class Absorbed {
       run.reset(p_, begin, std::min(p_.queries, begin + step));
       absorb_queries(run, qa.data());
       pull_back_outputs(run, d_o, da.data());
-      coefficients.resize(run.storage.size() * static_cast<size_t>(2 * p_.heads));
+      coefficients.resize(static_cast<size_t>(run.total() * 2 * p_.heads));
       coefficient_rows.clear();
       for (int64_t i = 0, at = 0; i < run.size(); at += run.counts[i++] * 2 * p_.heads) {
         coefficient_rows.push_back(coefficients.data() + at);
@@ -148,8 +148,8 @@ class Absorbed {
   template <typename Body>
   void over_groups(const KeyRun& run, Body body) const {
     const int64_t per_group = std::max<int64_t>(1, kGroupRows / p_.heads);
-    dynamic_tasks((run.size() + per_group - 1) / per_group, [&] {
-      return [&, scratch = AttendScratch<T>()](int64_t task) mutable {
+    dynamic_tasks((run.size() + per_group - 1) / per_group, [&](int64_t worker) {
+      return [&, &scratch = scratch_[static_cast<size_t>(worker)]](int64_t task) {
         const int64_t last = std::min(run.size(), (task + 1) * per_group);
         for (int64_t i = task * per_group; i < last;) {
           const int64_t e = run.group_end(i, last, per_group);
@@ -172,7 +172,7 @@ class Absorbed {
 
   /// [column block][query][qa of all heads, da of all heads][columns of the block].
   void by_column(const KeyRun& run, const T* qa, const T* da, T* out) const {
-    dynamic_tasks(run.size(), [&] {
+    dynamic_tasks(run.size(), [&](int64_t) {
       return [&](int64_t i) {
         for (int64_t c = 0; c < p_.rank; c += kMergeColumns) {
           const int64_t columns = std::min(kMergeColumns, p_.rank - c);
@@ -197,7 +197,7 @@ class Absorbed {
     }
     const auto num_pieces = static_cast<int64_t>(pieces.size()) - 1;
     const int64_t blocks = (p_.rank + kMergeColumns - 1) / kMergeColumns;
-    dynamic_tasks(num_pieces * blocks, [&] {
+    dynamic_tasks(num_pieces * blocks, [&](int64_t) {
       return
           [&, packed = std::vector<T>(), row_index = std::vector<int32_t>()](int64_t task) mutable {
             const int64_t c = task / num_pieces * kMergeColumns;
@@ -253,6 +253,7 @@ class Absorbed {
   }
 
   const Problem<T>& p_;
+  mutable std::vector<AttendScratch<T>> scratch_{static_cast<size_t>(num_threads())};
   int64_t row_;        ///< elements of one query in the latent space of all heads
   int64_t head_rows_;  ///< rows of kv_b per head
 };

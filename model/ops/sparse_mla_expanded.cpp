@@ -48,7 +48,7 @@ class Expanded {
     for (int64_t begin = 0; begin < p_.queries; begin += kRunQueries) {
       run.reset(p_, begin, std::min(p_.queries, begin + kRunQueries));
       // [head][query][position][dS, P]
-      const auto head_size = static_cast<int64_t>(run.storage.size()) * 2;
+      const auto head_size = run.total() * 2;
       coefficients.resize(static_cast<size_t>(p_.heads * head_size));
       coefficient_rows.clear();
       for (int64_t h = 0; h < p_.heads; ++h) {
@@ -102,8 +102,8 @@ class Expanded {
   template <typename Body>
   void over_groups(const KeyRun& run, Body body) const {
     const int64_t blocks = (run.size() + kGroupQueries - 1) / kGroupQueries;
-    dynamic_tasks(blocks * p_.heads, [&] {
-      return [&, scratch = AttendScratch<T>()](int64_t task) mutable {
+    dynamic_tasks(blocks * p_.heads, [&](int64_t worker) {
+      return [&, &scratch = scratch_[static_cast<size_t>(worker)]](int64_t task) {
         const int64_t h = task % p_.heads, block = task / p_.heads;
         const int64_t last = std::min(run.size(), (block + 1) * kGroupQueries);
         const T* head = kv_.data() + h * head_rows_;
@@ -134,7 +134,7 @@ class Expanded {
     std::vector<const T*> of_keys(coefficients, coefficients + p_.heads * run.size()),
         of_values(of_keys);
     for (const T*& c : of_values) ++c;
-    dynamic_tasks(pieces * p_.heads, [&] {
+    dynamic_tasks(pieces * p_.heads, [&](int64_t) {
       return
           [&, packed = std::vector<T>(), row_index = std::vector<int32_t>()](int64_t task) mutable {
             const int64_t h = task % p_.heads, first = task / p_.heads * kMergeKeys;
@@ -172,6 +172,7 @@ class Expanded {
   }
 
   const Problem<T>& p_;
+  mutable std::vector<AttendScratch<T>> scratch_{static_cast<size_t>(num_threads())};
   int64_t head_rows_;  ///< key and value elements of one head
   int64_t row_;        ///< of all heads
   std::vector<T> kv_;  ///< [keys, heads, d_n + d_v]

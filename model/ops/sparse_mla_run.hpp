@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <numeric>
 #include <vector>
 
 #include "model/ops/chain_gemm.hpp"
@@ -17,32 +18,41 @@ inline constexpr int64_t kRowBlock = 64;
 /// Rows (queries times heads that share keys) worth computing together.
 inline constexpr int64_t kGroupRows = 64;
 
-/// Key lists of a run of consecutive queries, without the -1 entries.
+/// Key lists of a run of consecutive queries, without the -1 entries: the selection's own row where
+/// those come last, a copy elsewhere.
 struct KeyRun {
   int64_t begin = 0, end = 0;
-  std::vector<int32_t> storage;
-  std::vector<int32_t*> lists;
+  std::vector<const int32_t*> lists;
   const int64_t* counts = nullptr;  ///< of the run's first query
 
   [[nodiscard]] int64_t size() const { return end - begin; }
+  [[nodiscard]] int64_t total() const {
+    return std::accumulate(counts, counts + size(), int64_t{0});
+  }
 
   template <typename T>
   void reset(const Problem<T>& p, int64_t first, int64_t last) {
     begin = first;
     end = last;
     counts = p.counts + first;
-    int64_t total = 0;
-    for (int64_t i = 0; i < size(); ++i) total += counts[i];
-    storage.resize(static_cast<size_t>(total));
-    lists.resize(static_cast<size_t>(size()));
-    int32_t* at = storage.data();
+    lists.clear();
+    int64_t copied = 0;
     for (int64_t i = 0; i < size(); ++i) {
-      lists[static_cast<size_t>(i)] = at;
       const int32_t* row = p.selection + (first + i) * p.width;
-      const int32_t* const list_end = at + counts[i];
-      for (; at != list_end; ++row) {
-        *at = *row;
-        at += *row >= 0 ? 1 : 0;
+      int32_t signs = 0;
+      for (int64_t j = 0; j < counts[i]; ++j) signs |= row[j];
+      lists.push_back(signs >= 0 ? row : nullptr);
+      copied += signs >= 0 ? 0 : counts[i];
+    }
+    copies_.resize(static_cast<size_t>(copied));
+    int32_t* at = copies_.data();
+    for (int64_t i = 0; i < size(); ++i) {
+      const int32_t*& list = lists[static_cast<size_t>(i)];
+      if (list != nullptr) continue;
+      list = at;
+      const int32_t* row = p.selection + (first + i) * p.width;
+      for (const int32_t* const list_end = at + counts[i]; at != list_end; ++row) {
+        if (*row >= 0) *at++ = *row;
       }
     }
   }
@@ -60,13 +70,16 @@ struct KeyRun {
     }
     return e;
   }
+
+ private:
+  std::vector<int32_t> copies_;
 };
 
 /// body(h, first, rows) over heads and blocks of rows.
 template <typename Body>
 void over_heads(int64_t heads, int64_t rows, Body body) {
   const int64_t blocks = (rows + kRowBlock - 1) / kRowBlock;
-  dynamic_tasks(heads * blocks, [&] {
+  dynamic_tasks(heads * blocks, [&](int64_t) {
     return [&](int64_t task) {
       const int64_t first = task % blocks * kRowBlock;
       body(task / blocks, first, std::min(kRowBlock, rows - first));
@@ -86,7 +99,7 @@ void parallel_chain(int64_t m,
                     bool accumulate) {
   constexpr int64_t kColumns = 192;
   const int64_t column_blocks = (n + kColumns - 1) / kColumns;
-  dynamic_tasks((m + kRowBlock - 1) / kRowBlock * column_blocks, [&] {
+  dynamic_tasks((m + kRowBlock - 1) / kRowBlock * column_blocks, [&](int64_t) {
     return [&](int64_t task) {
       const int64_t i = task / column_blocks * kRowBlock, j = task % column_blocks * kColumns;
       chain_gemm<T>(std::min(kRowBlock, m - i),
@@ -105,7 +118,7 @@ void parallel_chain(int64_t m,
 template <typename T>
 std::vector<T> transposed_heads(const Problem<T>& p, int64_t first, int64_t count) {
   std::vector<T> out(static_cast<size_t>(p.heads * p.rank * count));
-  dynamic_tasks(p.heads, [&] {
+  dynamic_tasks(p.heads, [&](int64_t) {
     return [&](int64_t h) {
       gather_transposed<T>(p.kv_b + (h * (p.d_n + p.d_v) + first) * p.rank,
                            p.rank,

@@ -65,6 +65,9 @@ TEST(Fp8, EncodesEveryBfloat16AsTheLibraryDoesAfterClamping) {
     const float v = x.const_data_ptr<float>()[i];
     if (std::isnan(v)) continue;
     ASSERT_EQ(e4m3_encode(v), want.const_data_ptr<int>()[i]) << v;
+    ASSERT_EQ(std::bit_cast<uint32_t>(e4m3_round(v)),
+              std::bit_cast<uint32_t>(e4m3_decode(e4m3_encode(v))))
+        << v;
   }
 }
 
