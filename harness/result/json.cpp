@@ -263,9 +263,47 @@ class Reader {
   std::string where_;
 };
 
+// Names come from files and devices and may hold any bytes; a report must not fail on them.
+std::string dump_flat(const Json& json) {
+  return json.dump(-1, ' ', false, Json::error_handler_t::replace);
+}
+
+/// Numbers, words and pairs of numbers; not objects.
+bool is_flat(const Json& json) {
+  if (!json.is_array()) return !json.is_object();
+  for (const Json& item : json) {
+    if (item.is_object() || (item.is_array() && !item.empty() && item[0].is_structured())) {
+      return false;
+    }
+  }
+  return true;
+}
+
+/// Indented, with arrays of numbers in one line each: a series of 131072 points is one line, not
+/// half a million.
+void dump_to(std::string& out, const Json& json, size_t depth) {
+  if (json.empty() || is_flat(json)) {
+    out += dump_flat(json);
+    return;
+  }
+  const std::string indent(depth + 1, ' ');
+  const bool is_object = json.is_object();
+  out += is_object ? "{" : "[";
+  const char* separator = "\n";
+  for (const auto& item : json.items()) {
+    out += separator + indent;
+    if (is_object) out += dump_flat(item.key()) + ": ";
+    dump_to(out, item.value(), depth + 1);
+    separator = ",\n";
+  }
+  out += fmt::format("\n{:{}}{}", "", depth, is_object ? "}" : "]");
+}
+
 std::string dump(const Json& json) {
-  // Names come from files and devices and may hold any bytes; a report must not fail on them.
-  return json.dump(1, ' ', false, Json::error_handler_t::replace) + "\n";
+  std::string out;
+  dump_to(out, json, 0);
+  out += '\n';
+  return out;
 }
 
 Json parse(std::string_view text, std::string_view source) {

@@ -87,8 +87,9 @@ std::string stopped_text(const Report& report, int64_t errors) {
                                  errors,
                                  plural(static_cast<int64_t>(report.scenarios.size()), "scenario"));
   if (worst == nullptr) return text;
-  return fmt::format("{}: {} stopped in phase {} ({} error)",
+  return fmt::format("{}{}{} stopped in phase {} ({} error)",
                      text,
+                     errors == 1 ? ": " : "; first ",
                      worst->name,
                      name(worst->phase),
                      kind_name(worst->error_kind.value_or(ErrorKind::kInternal)));
@@ -170,11 +171,12 @@ double Comparison::ratio() const {
   if (!limit || std::isnan(value) || std::isnan(*limit)) {
     return std::numeric_limits<double>::quiet_NaN();
   }
-  if (bound == Bound::kAtMost) {
-    if (*limit <= 0) return value <= *limit ? 0 : kInfinity;
-    return std::max(0.0, value / *limit);
-  }
-  if (*limit <= 0) return value >= *limit ? 0 : kInfinity;
+  const auto ratio_of = [](double part, double whole) {
+    if (whole <= 0) return part <= whole ? 0 : kInfinity;
+    return std::max(0.0, part / whole);
+  };
+  if (bound == Bound::kAtMost) return ratio_of(value, *limit);
+  if (*limit <= 1) return ratio_of(1 - value, 1 - *limit);
   return value <= 0 ? kInfinity : *limit / value;
 }
 
@@ -236,6 +238,14 @@ void conclude(ScenarioResult& scenario) {
       add(counts, r.status);
       keep_first(skipped, r.reason);
     }
+  }
+
+  // Where it went wrong, unless the runner knows better.
+  const bool run_failed = std::any_of(s.runs.begin(), s.runs.end(), [](const RunRecord& r) {
+    return r.status == Status::kFail || r.status == Status::kError;
+  });
+  if (s.phase == Phase::kRecord && counts.fail + counts.error > 0) {
+    s.phase = run_failed ? Phase::kRun : Phase::kCompare;
   }
 
   if (s.status == Status::kError || counts.error > 0) {
@@ -340,8 +350,8 @@ std::string verdict_sentence(const Report& report) {
                        plural(judged, "comparison"),
                        comparisons.fail == 1 ? "misses its" : "miss their");
     if (worst.comparison != nullptr && worst.comparison->status == Status::kFail) {
-      text += fmt::format(", {}{} ({})",
-                          comparisons.fail == 1 ? "" : "worst ",
+      text += fmt::format("{}{} ({})",
+                          comparisons.fail == 1 ? ": " : "; the worst is ",
                           pair_text(worst),
                           numbers_text(*worst.comparison));
     }
@@ -364,8 +374,9 @@ std::string verdict_sentence(const Report& report) {
                                                comparisons.pass,
                                                plural(scenarios.pass, "scenario"));
     if (worst.comparison != nullptr && worst.comparison->ratio() > 0) {
-      text += fmt::format(", the closest at {} of it ({})",
+      text += fmt::format(", the closest at {} of its limit ({}, {})",
                           format_percent(worst.comparison->ratio()),
+                          worst.comparison->metric,
                           pair_text(worst));
     } else if (worst.comparison != nullptr) {
       text += ", with nothing between them and zero";
@@ -377,11 +388,9 @@ std::string verdict_sentence(const Report& report) {
     text = fmt::format("Nothing was judged: {} only recorded values",
                        plural(scenarios.recorded, "scenario"));
   } else {
-    const bool one = scenarios.skipped == 1;
-    return fmt::format(
-        "Nothing was judged: {} {} skipped.",
-        one ? "the only scenario" : fmt::format("all {} scenarios", scenarios.skipped),
-        one ? "was" : "were");
+    return fmt::format("Nothing was judged: {} {} skipped.",
+                       plural(scenarios.skipped, "scenario"),
+                       scenarios.skipped == 1 ? "was" : "were");
   }
   return text + skipped + ".";
 }
@@ -413,7 +422,7 @@ std::string format_percent(double ratio) {
   const double percent = ratio * 100;
   if (percent > 0 && percent < 0.1) return "less than 0.1%";
   // 99.96% must not read as 100%: that would be at the limit.
-  if (ratio < 1 && percent > 99) return "just under 100%";
+  if (ratio < 1 && percent > 99) return "over 99%";
   return percent < 10 ? fmt::format("{:.1f}%", percent) : fmt::format("{:.0f}%", percent);
 }
 

@@ -121,7 +121,8 @@ struct Comparison {
   std::vector<RankValue> ranks;
   std::vector<Detail> details;
 
-  /// How far along the way to the limit: value / limit, or limit / value for kAtLeast. Above 1 is a
+  /// How far along the way to the limit: value / limit. For kAtLeast the distances from 1 count
+  /// where the limit is at most 1 (cosine, agreement, shares), else limit / value. Above 1 is a
   /// failure, 0 / 0 is 0, anything over 0 is infinity, NaN without a limit or with a NaN value.
   [[nodiscard]] double ratio() const;
 };
@@ -204,7 +205,7 @@ std::string verdict_sentence(const Report& report);
 /// A number as people read it, in that many significant digits without trailing zeros: "1.2e-9",
 /// "0.034", "4096", "0.99987", "NaN", "inf".
 std::string format_number(double value, int digits = 3);
-/// A ratio as percent: "43%", "just under 100%", "less than 0.1%".
+/// A ratio as percent: "43%", "over 99%", "less than 0.1%".
 std::string format_percent(double ratio);
 
 /// JSON text, indented, keys in a fixed order. Not-a-number and infinities are the strings "NaN",
