@@ -164,7 +164,7 @@ th[aria-sort] button::after{content:" \2193"}th[aria-sort=ascending] button::aft
 .visually-hidden{position:absolute;width:1px;height:1px;overflow:hidden;clip-path:inset(50%);white-space:nowrap}
 footer{margin-top:34px;font-size:12px;color:var(--soft)}
 
-@media (max-width:760px){
+@media screen and (max-width:760px){
   main{padding:0 12px 32px}
   .verdict{margin:0 -12px;border-radius:0;padding:18px 14px 14px}
   .verdict .sentence{font-size:16px}
@@ -205,14 +205,24 @@ footer{margin-top:34px;font-size:12px;color:var(--soft)}
 }
 @media print{
   :root{color-scheme:light}
-  body{background:#fff;font-size:11px}
+  body{background:#fff;font-size:10px}
+  table,.inner table,.meta,.note,.chart figcaption,.legend,.counts,.env div{font-size:9.5px}
+  thead th,.ratio span:last-child,.divergence,.key,h3,footer{font-size:9px}
+  .verdict h1{font-size:30px}.verdict .sentence{font-size:13px}h2{font-size:13px;margin:18px 0 6px}
+  th,td{padding:3px 5px}
+  .compare .k-status{width:66px}.compare .k-value{width:74px}.compare .k-limit{width:62px}.compare .k-ratio{width:136px}.compare .k-floor{width:62px}.compare .k-rank{width:34px}
+  .ratio{grid-template-columns:minmax(60px,1fr) 40px;gap:4px}.bar{min-width:60px;height:7px}.scale{margin-right:44px;font-size:8px}
+  .scenario>summary{grid-template-columns:8px 64px minmax(0,1fr) 84px 136px 48px;gap:2px 8px;padding:6px 8px}
+  .scenario .body{padding:2px 8px 10px}
+  .charts,.charts.wide{grid-template-columns:1fr 1fr;gap:10px 16px}
   main{max-width:none;padding:0}
   nav,.tools,.command button,.data,footer .screen{display:none}
   .card{border-color:#bbb}
   .verdict,.tally span,.tell{print-color-adjust:exact;-webkit-print-color-adjust:exact}
   .scenario>summary,.chart,tr{break-inside:avoid}
   h2{break-after:avoid}
-  details::details-content{content-visibility:visible;display:block}
+  .scroll{overflow:visible}.scroll>table{font-size:8.5px}.scroll th,.scroll td{padding:2px 3px}
+  .scenario::details-content,.more details::details-content{content-visibility:visible;display:block}
 }
 )css";
 
@@ -274,7 +284,7 @@ all('table.sortable').forEach(function(table){
       });
       groups.sort(function(a,b){
         var x=a.key,y=b.key,d;
-        if(typeof x==='number'){if(isNaN(x))x=-1;if(isNaN(y))y=-1;d=y-x}else d=x<y?-1:x>y?1:0;
+        if(typeof x==='number'){if(isNaN(x))x=-1;if(isNaN(y))y=-1;d=x===y?0:y-x}else d=x<y?-1:x>y?1:0;
         if(typeof a.key!=='number')d=-d;
         return down?d:-d;
       });

@@ -120,7 +120,7 @@ TEST(ReportWriter, EveryExampleWritesAllFourFilesAndNothingElse) {
     write(report, folder / name);
     EXPECT_THAT(names_in(folder / name),
                 ::testing::ElementsAre("junit.xml", "report.html", "report.json", "summary.md"));
-    EXPECT_EQ(read(folder / name / "report.json"), harness::to_json(report)) << name;
+    EXPECT_TRUE(read(folder / name / "report.json") == harness::to_json(report)) << name;
   }
 }
 
@@ -132,7 +132,7 @@ TEST(ReportWriter, RebuildFromJsonGivesTheSameFiles) {
     fs::remove(folder.path / name);
   const Report report = rebuild(folder.path);
   EXPECT_EQ(report.exit_code, 4);
-  EXPECT_EQ(read(folder.path / "report.html"), html);
+  EXPECT_TRUE(read(folder.path / "report.html") == html);
   EXPECT_EQ(names_in(folder.path).size(), 4);
 }
 

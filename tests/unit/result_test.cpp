@@ -211,7 +211,7 @@ TEST(Result, NumbersReadAsPeopleWriteThem) {
 TEST(ResultJson, EveryExampleReadsBackToTheSameText) {
   for (const auto& [name, report] : all_examples()) {
     const std::string text = to_json(report);
-    EXPECT_EQ(to_json(report_from_json(text, "report.json")), text) << name;
+    EXPECT_TRUE(to_json(report_from_json(text, "report.json")) == text) << name;
   }
 }
 
