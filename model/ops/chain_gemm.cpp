@@ -16,22 +16,25 @@ bool has_avx512() {
 
 std::atomic<bool> use_avx512{has_avx512()};
 
+/// 8 x 8. Joining row i with row i + 4 while loading leaves only transposes of 4 x 4 within lanes,
+/// which halves the shuffles, of which one a cycle is possible.
 void transpose_block(const float* const* rows, int64_t column, float* out, int64_t ld_out) {
-  __m256 r[8], s[8];
-  for (int i = 0; i < 8; ++i) r[i] = _mm256_loadu_ps(rows[i] + column);
-  for (int i = 0; i < 8; i += 2) {
-    s[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
-    s[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
-  }
-  for (int i = 0; i < 8; i += 4) {
-    r[i] = _mm256_shuffle_ps(s[i], s[i + 2], 0x44);
-    r[i + 1] = _mm256_shuffle_ps(s[i], s[i + 2], 0xee);
-    r[i + 2] = _mm256_shuffle_ps(s[i + 1], s[i + 3], 0x44);
-    r[i + 3] = _mm256_shuffle_ps(s[i + 1], s[i + 3], 0xee);
-  }
-  for (int i = 0; i < 4; ++i) {
-    _mm256_storeu_ps(out + i * ld_out, _mm256_permute2f128_ps(r[i], r[i + 4], 0x20));
-    _mm256_storeu_ps(out + (i + 4) * ld_out, _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));
+  for (int64_t half = 0; half < 8; half += 4) {
+    __m256 r[4], s[4];
+    for (int i = 0; i < 4; ++i) {
+      r[i] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(rows[i] + column + half)),
+                                  _mm_loadu_ps(rows[i + 4] + column + half),
+                                  1);
+    }
+    s[0] = _mm256_unpacklo_ps(r[0], r[1]);
+    s[1] = _mm256_unpackhi_ps(r[0], r[1]);
+    s[2] = _mm256_unpacklo_ps(r[2], r[3]);
+    s[3] = _mm256_unpackhi_ps(r[2], r[3]);
+    float* at = out + half * ld_out;
+    _mm256_storeu_ps(at, _mm256_shuffle_ps(s[0], s[2], 0x44));
+    _mm256_storeu_ps(at + ld_out, _mm256_shuffle_ps(s[0], s[2], 0xee));
+    _mm256_storeu_ps(at + 2 * ld_out, _mm256_shuffle_ps(s[1], s[3], 0x44));
+    _mm256_storeu_ps(at + 3 * ld_out, _mm256_shuffle_ps(s[1], s[3], 0xee));
   }
 }
 
@@ -71,16 +74,23 @@ void gather_transposed(const T* data,
                        int64_t width,
                        T* out,
                        int64_t ld_out) {
-  for (int64_t i = 0; i < count; i += 8) {
-    const int64_t n = std::min<int64_t>(8, count - i);
-    const T* rows[8];
-    for (int64_t l = 0; l < n; ++l)
+  // Sixteen rows at a time: whole cache lines of the output are written together.
+  for (int64_t i = 0; i < count; i += 16) {
+    const int64_t n = std::min<int64_t>(16, count - i);
+    const T* rows[16];
+    for (int64_t l = 0; l < n; ++l) {
       rows[l] = data + (index != nullptr ? index[i + l] : i + l) * row_stride;
-    int64_t j = 0;
-    if (n == 8) {
-      for (; j + 8 <= width; j += 8) transpose_block(rows, j, out + j * ld_out + i, ld_out);
     }
-    for (; j < width; ++j) {
+    const int64_t blocked = n / 8 * 8;
+    const int64_t blocked_width = blocked > 0 ? width / 8 * 8 : 0;
+    for (int64_t j = 0; j < blocked_width; j += 8) {
+      T* at = out + j * ld_out + i;
+      for (int64_t l = 0; l < blocked; l += 8) transpose_block(rows + l, j, at + l, ld_out);
+      for (int64_t c = 0; c < 8; ++c) {
+        for (int64_t l = blocked; l < n; ++l) at[c * ld_out + l] = rows[l][j + c];
+      }
+    }
+    for (int64_t j = blocked_width; j < width; ++j) {
       for (int64_t l = 0; l < n; ++l) out[j * ld_out + i + l] = rows[l][j];
     }
   }

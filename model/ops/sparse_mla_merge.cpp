@@ -9,6 +9,8 @@ namespace {
 
 /// Neighbouring keys computed together.
 constexpr int64_t kMaxKeys = 8;
+/// From so many terms per use on, a product per query is long enough that nothing is packed.
+constexpr int64_t kDirectWidth = 32;
 
 }  // namespace
 
@@ -70,6 +72,43 @@ void unite(const std::vector<int32_t>& a,
   }
 }
 
+/// Adds the uses of `keys` neighbouring keys query by query, straight from the coefficients: keys
+/// whose positions in a query's list follow each other (a pool) form one product.
+template <typename T>
+void add_directly(const KeyLists::Use* const* uses,
+                  const int64_t* lengths,
+                  int64_t keys,
+                  const std::vector<int32_t>& queries,
+                  const MergeSource<T>& source,
+                  T* d_keys,
+                  int64_t ld) {
+  int64_t next[kMaxKeys] = {};
+  for (const int32_t query : queries) {
+    const T* rows = source.rows + query * source.width * source.row_stride;
+    for (int64_t i = 0; i < keys;) {
+      const auto used = [&](int64_t k) {
+        return next[k] < lengths[k] && uses[k][next[k]].query == query;
+      };
+      if (!used(i)) {
+        ++i;
+        continue;
+      }
+      const int32_t position = uses[i][next[i]++].position;
+      int64_t e = i + 1;
+      while (e < keys && used(e) && uses[e][next[e]].position == position + (e - i)) ++next[e++];
+      chain_gemm<T>(e - i,
+                    source.columns,
+                    source.width,
+                    {source.coefficients[query] + position * source.stride, source.stride},
+                    {rows, source.row_stride},
+                    d_keys + i * ld,
+                    ld,
+                    true);
+      i = e;
+    }
+  }
+}
+
 }  // namespace
 
 template <typename T>
@@ -103,6 +142,17 @@ void merge_keys(const KeyLists& lists,
       total += length_of(k + keys);
       ++keys;
       queries.swap(wider);
+    }
+    if (source.width >= kDirectWidth) {
+      const KeyLists::Use* uses[kMaxKeys];
+      int64_t lengths[kMaxKeys];
+      for (int64_t i = 0; i < keys; ++i) {
+        uses[i] = uses_of(k + i);
+        lengths[i] = length_of(k + i);
+      }
+      add_directly(uses, lengths, keys, queries, source, d_keys + key * ld, ld);
+      k += keys;
+      continue;
     }
     const int64_t width = source.width, depth = static_cast<int64_t>(queries.size()) * width;
     packed.resize(static_cast<size_t>(keys * depth));
