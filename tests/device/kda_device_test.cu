@@ -1,0 +1,549 @@
+// Checks and times the KDA forward kernels on the device, without a test framework.
+//   kda_device_test check OUT.json     correctness on awkward shapes and adversarial inputs
+//   kda_device_test time OUT.json      timings, and errors of the timed shapes on two heads
+//   kda_device_test quick OUT.json     timings only
+//   kda_device_test small OUT.json     a few small shapes once, for compute-sanitizer
+//   kda_device_test profile OUT.json   two calls of each schedule, for a profiler
+// Exit code 0 only if every check passed.
+
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cinttypes>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <string>
+#include <thread>
+
+#include "model/ops/kda_cuda.hpp"
+#include "tests/device/kda_reference.hpp"
+
+namespace lockstep::device_test {
+namespace {
+
+using model::KdaForwardArgs;
+using model::KdaSchedule;
+constexpr int kD = 128;
+constexpr double kErrorBound = 8e-3;  // relative Frobenius, bf16 operands
+
+int failures = 0;
+FILE* json = nullptr;
+bool first_record = true;
+
+void must(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return;
+  std::fprintf(stderr, "%s: %s\n", what, cudaGetErrorString(error));
+  std::exit(2);
+}
+void record(const std::string& line) {
+  std::fprintf(json, "%s\n  {%s}", first_record ? "" : ",", line.c_str());
+  first_record = false;
+}
+void expect(bool good, const std::string& what) {
+  if (!good) ++failures;
+  if (!good) std::printf("FAIL %s\n", what.c_str());
+}
+
+template <class T>
+class DeviceArray {
+ public:
+  explicit DeviceArray(size_t count) : count_(count) {
+    must(cudaMalloc(&data_, std::max<size_t>(count, 1) * sizeof(T)), "cudaMalloc");
+  }
+  ~DeviceArray() { cudaFree(data_); }
+  DeviceArray(const DeviceArray&) = delete;
+  DeviceArray& operator=(const DeviceArray&) = delete;
+  T* get() const { return data_; }
+  size_t count() const { return count_; }
+  void fill_bytes(int value) { must(cudaMemset(data_, value, count_ * sizeof(T)), "cudaMemset"); }
+  void upload(const std::vector<T>& from) {
+    must(cudaMemcpy(data_, from.data(), from.size() * sizeof(T), cudaMemcpyHostToDevice), "upload");
+  }
+  std::vector<T> download() const {
+    std::vector<T> to(count_);
+    must(cudaMemcpy(to.data(), data_, count_ * sizeof(T), cudaMemcpyDeviceToHost), "download");
+    return to;
+  }
+
+ private:
+  T* data_ = nullptr;
+  size_t count_ = 0;
+};
+
+enum class Gate { kMixed, kStrong, kWeak, kChannels };  // kChannels: one channel at -5, others mixed
+enum class Key { kRandom, kEqual, kZero };
+enum class Beta { kRandom, kZero, kOne };
+
+__device__ float normal(uint64_t index, uint32_t stream) {
+  uint64_t x = index * 0x9e3779b97f4a7c15ull + stream * 0xd1b54a32d192ed03ull + 0x2545f4914f6cdd1dull;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
+  x ^= x >> 31;
+  const float u = (static_cast<uint32_t>(x) + 1.0f) * 2.3283064e-10f;
+  const float w = static_cast<uint32_t>(x >> 32) * 2.3283064e-10f;
+  return sqrtf(-2.0f * logf(fminf(u, 1.0f))) * cosf(6.2831853f * w);
+}
+__global__ void fill_bf16(uint16_t* to, size_t count, uint32_t stream, float scale, float shift) {
+  for (size_t i = blockIdx.x * size_t{blockDim.x} + threadIdx.x; i < count;
+       i += size_t{gridDim.x} * blockDim.x) {
+    const __nv_bfloat16_raw bits = __float2bfloat16_rn(normal(i, stream) * scale + shift);
+    to[i] = bits.x;
+  }
+}
+__global__ void fill_channel(uint16_t* to, size_t rows, int channel, float value) {
+  for (size_t i = blockIdx.x * size_t{blockDim.x} + threadIdx.x; i < rows;
+       i += size_t{gridDim.x} * blockDim.x) {
+    const __nv_bfloat16_raw bits = __float2bfloat16_rn(value);
+    to[i * kD + channel] = bits.x;
+  }
+}
+__global__ void repeat_first_row(uint16_t* to, size_t count, size_t row) {
+  for (size_t i = row + blockIdx.x * size_t{blockDim.x} + threadIdx.x; i < count;
+       i += size_t{gridDim.x} * blockDim.x)
+    to[i] = to[i % row];
+}
+__global__ void fill_float(float* to, size_t count, uint32_t stream, float scale) {
+  for (size_t i = blockIdx.x * size_t{blockDim.x} + threadIdx.x; i < count;
+       i += size_t{gridDim.x} * blockDim.x)
+    to[i] = normal(i, stream) * scale;
+}
+
+struct Problem {
+  std::string name;
+  std::vector<int64_t> lengths;
+  int heads;
+  Gate gate = Gate::kMixed;
+  Key key = Key::kRandom;
+  Beta beta = Beta::kRandom;
+  bool state = true;
+  uint32_t seed = 1;
+};
+
+class Inputs {
+ public:
+  explicit Inputs(const Problem& p)
+      : tokens(total(p.lengths)), documents(static_cast<int64_t>(p.lengths.size())), heads(p.heads),
+        q(elements()), k(elements()), v(elements()), f(elements()), beta(tokens * heads),
+        a_log(heads), dt_bias(heads * size_t{kD}), cu(documents + 1),
+        state(p.state ? documents * heads * size_t{kD} * kD : 0) {
+    const uint32_t s = p.seed * 16;
+    const float f_scale = p.gate == Gate::kMixed || p.gate == Gate::kChannels ? 1.5f : 0.1f;
+    const float f_shift = p.gate == Gate::kStrong ? 60.0f : p.gate == Gate::kWeak ? -9.0f : -1.0f;
+    const float b_scale = p.beta == Beta::kRandom ? 1.0f : 0.0f;
+    const float b_shift = p.beta == Beta::kZero ? -30.0f : p.beta == Beta::kOne ? 30.0f : 0.0f;
+    fill_bf16<<<1024, 256>>>(q.get(), q.count(), s, 1.0f, 0.0f);
+    fill_bf16<<<1024, 256>>>(k.get(), k.count(), s + 1, p.key == Key::kZero ? 0.0f : 1.0f, 0.0f);
+    if (p.key == Key::kEqual && tokens > 0)
+      repeat_first_row<<<1024, 256>>>(k.get(), k.count(), heads * size_t{kD});
+    fill_bf16<<<1024, 256>>>(v.get(), v.count(), s + 2, 1.0f, 0.0f);
+    fill_bf16<<<1024, 256>>>(f.get(), f.count(), s + 3, f_scale, f_shift);
+    if (p.gate == Gate::kChannels) fill_channel<<<1024, 256>>>(f.get(), tokens * heads, 17, 90.0f);
+    fill_bf16<<<1024, 256>>>(beta.get(), beta.count(), s + 4, b_scale, b_shift);
+    fill_float<<<64, 256>>>(a_log.get(), a_log.count(), s + 5, 0.4f);
+    fill_float<<<64, 256>>>(dt_bias.get(), dt_bias.count(), s + 6, 1.0f);
+    if (p.state) fill_float<<<1024, 256>>>(state.get(), state.count(), s + 7, 0.5f);
+    bounds.assign(1, 0);
+    for (const int64_t n : p.lengths) bounds.push_back(bounds.back() + n);
+    cu.upload(bounds);
+    must(cudaDeviceSynchronize(), "inputs");
+  }
+  size_t elements() const { return static_cast<size_t>(tokens) * heads * kD; }
+  static int64_t total(const std::vector<int64_t>& lengths) {
+    int64_t sum = 0;
+    for (const int64_t n : lengths) sum += n;
+    return sum;
+  }
+
+  int64_t tokens, documents;
+  int heads;
+  DeviceArray<uint16_t> q, k, v, f, beta;
+  DeviceArray<float> a_log, dt_bias;
+  DeviceArray<int64_t> cu;
+  DeviceArray<float> state;
+  std::vector<int64_t> bounds;
+};
+
+KdaForwardArgs arguments(const Inputs& in, KdaSchedule schedule) {
+  KdaForwardArgs a;
+  a.tokens = in.tokens;
+  a.documents = in.documents;
+  a.heads = in.heads;
+  a.q_THK = in.q.get();
+  a.k_THK = in.k.get();
+  a.v_THV = in.v.get();
+  a.f_THK = in.f.get();
+  a.beta_logit_TH = in.beta.get();
+  a.a_log_H = in.a_log.get();
+  a.dt_bias_HK = in.dt_bias.get();
+  a.cu_seqlens = in.cu.get();
+  a.initial_state_NHKV = in.state.count() > 0 ? in.state.get() : nullptr;
+  a.schedule = schedule;
+  return a;
+}
+
+struct Output {
+  std::vector<uint16_t> o;
+  std::vector<float> state;
+  bool operator==(const Output& other) const {
+    return o == other.o && state.size() == other.state.size() &&
+           std::memcmp(state.data(), other.state.data(), state.size() * sizeof(float)) == 0;
+  }
+};
+
+/// Runs once on poisoned outputs and workspace, with guard bands behind the outputs.
+Output run(KdaForwardArgs a, const std::string& name) {
+  constexpr size_t kGuard = 4096;
+  const size_t o_count = static_cast<size_t>(a.tokens) * a.heads * kD;
+  const size_t state_count = static_cast<size_t>(a.documents) * a.heads * kD * kD;
+  DeviceArray<uint16_t> o(o_count + kGuard);
+  DeviceArray<float> state(state_count + kGuard);
+  const size_t bytes =
+      model::kda_forward_workspace_bytes(a.tokens, a.documents, a.heads, a.schedule);
+  DeviceArray<unsigned char> workspace(bytes + kGuard);
+  o.fill_bytes(0xff);
+  state.fill_bytes(0xff);
+  workspace.fill_bytes(0xff);
+  a.o_THV = o.get();
+  a.final_state_NHKV = state.get();
+  const model::KdaCudaResult result = model::kda_forward(a, workspace.get(), bytes, nullptr);
+  if (!result) {
+    std::fprintf(stderr, "%s: status %d cuda %d: %s\n", name.c_str(),
+                 static_cast<int>(result.status), result.cuda_error, result.detail);
+    std::exit(2);
+  }
+  must(cudaDeviceSynchronize(), name.c_str());
+  Output out{o.download(), state.download()};
+  const std::vector<unsigned char> scratch = workspace.download();
+  bool intact = true;
+  for (size_t i = 0; i < kGuard; ++i)
+    intact = intact && out.o[o_count + i] == 0xffff && scratch[bytes + i] == 0xff &&
+             std::memcmp(&out.state[state_count + i], "\xff\xff\xff\xff", 4) == 0;
+  expect(intact, name + ": wrote outside its outputs");
+  out.o.resize(o_count);
+  out.state.resize(state_count);
+  return out;
+}
+
+struct Error {
+  double frobenius = 0, largest = 0;
+  size_t not_finite = 0;
+};
+class ErrorSum {
+ public:
+  void add(double value, double truth) {
+    if (!std::isfinite(value)) {
+      ++bad_;
+      return;
+    }
+    difference_ += (value - truth) * (value - truth);
+    norm_ += truth * truth;
+    largest_difference_ = std::max(largest_difference_, std::fabs(value - truth));
+    largest_ = std::max(largest_, std::fabs(truth));
+  }
+  void add(const ErrorSum& e) {
+    difference_ += e.difference_;
+    norm_ += e.norm_;
+    largest_difference_ = std::max(largest_difference_, e.largest_difference_);
+    largest_ = std::max(largest_, e.largest_);
+    bad_ += e.bad_;
+  }
+  Error result() const {
+    return {norm_ > 0 ? std::sqrt(difference_ / norm_) : std::sqrt(difference_),
+            largest_ > 0 ? largest_difference_ / largest_ : largest_difference_, bad_};
+  }
+
+ private:
+  double difference_ = 0, norm_ = 0, largest_difference_ = 0, largest_ = 0;
+  size_t bad_ = 0;
+};
+
+std::vector<uint16_t> head_rows(const DeviceArray<uint16_t>& from, int64_t first, int64_t rows,
+                                int heads, int head, int width) {
+  std::vector<uint16_t> to(static_cast<size_t>(rows) * width);
+  if (rows > 0)
+    must(cudaMemcpy2D(to.data(), width * 2, from.get() + (first * heads + head) * width,
+                      static_cast<size_t>(heads) * width * 2, width * 2, rows,
+                      cudaMemcpyDeviceToHost),
+         "copy rows");
+  return to;
+}
+
+/// Error of o and the final state of the given heads against the float64 recurrence.
+std::pair<Error, Error> errors(const Inputs& in, const Output& out, const std::vector<int>& heads) {
+  struct Task {
+    int64_t document;
+    int head;
+  };
+  std::vector<Task> tasks;
+  for (int64_t d = 0; d < in.documents; ++d)
+    for (const int h : heads) tasks.push_back({d, h});
+  const std::vector<float> a_log = in.a_log.download(), dt_bias = in.dt_bias.download();
+  std::vector<float> initial;
+  if (in.state.count() > 0) initial = in.state.download();
+  std::vector<ErrorSum> of_o(tasks.size()), of_state(tasks.size());
+  const auto work = [&](size_t index) {
+    const auto [d, h] = tasks[index];
+    const int64_t first = in.bounds[d], rows = in.bounds[d + 1] - first;
+    const auto q = head_rows(in.q, first, rows, in.heads, h, kD);
+    const auto k = head_rows(in.k, first, rows, in.heads, h, kD);
+    const auto v = head_rows(in.v, first, rows, in.heads, h, kD);
+    const auto f = head_rows(in.f, first, rows, in.heads, h, kD);
+    const auto beta = head_rows(in.beta, first, rows, in.heads, h, 1);
+    const size_t at = (static_cast<size_t>(d) * in.heads + h) * kD * kD;
+    std::vector<double> state(kD * kD, 0.0), o(static_cast<size_t>(rows) * kD);
+    if (!initial.empty()) std::copy_n(initial.begin() + at, kD * kD, state.begin());
+    kda_recurrence({q.data(), k.data(), v.data(), f.data(), beta.data(), rows, a_log[h],
+                    &dt_bias[h * kD], -5.0},
+                   state, o.data());
+    for (int64_t t = 0; t < rows; ++t)
+      for (int c = 0; c < kD; ++c)
+        of_o[index].add(from_bf16(out.o[((first + t) * in.heads + h) * kD + c]), o[t * kD + c]);
+    for (int i = 0; i < kD * kD; ++i) of_state[index].add(out.state[at + i], state[i]);
+  };
+  std::vector<std::thread> pool;
+  const size_t threads = std::max(1u, std::thread::hardware_concurrency());
+  for (size_t t = 0; t < threads; ++t)
+    pool.emplace_back([&, t] {
+      for (size_t i = t; i < tasks.size(); i += threads) work(i);
+    });
+  for (auto& t : pool) t.join();
+  ErrorSum o, state;
+  for (const auto& e : of_o) o.add(e);
+  for (const auto& e : of_state) state.add(e);
+  return {o.result(), state.result()};
+}
+
+const char* schedule_name(KdaSchedule s) { return s == KdaSchedule::kFused ? "fused" : "two_pass"; }
+
+std::string error_fields(const std::pair<Error, Error>& e) {
+  char text[320];
+  std::snprintf(text, sizeof text,
+                "\"o_rel_fro\": %.3e, \"o_max\": %.3e, \"state_rel_fro\": %.3e, \"state_max\": %.3e, "
+                "\"not_finite\": %zu",
+                e.first.frobenius, e.first.largest, e.second.frobenius, e.second.largest,
+                e.first.not_finite + e.second.not_finite);
+  return text;
+}
+
+void check_problem(const Problem& p, int repeats) {
+  const Inputs in(p);
+  std::vector<int> heads;
+  for (int h = 0; h < p.heads; h += std::max(1, p.heads / 4)) heads.push_back(h);
+  Output first;
+  for (const KdaSchedule schedule : {KdaSchedule::kTwoPass, KdaSchedule::kFused}) {
+    const std::string name = p.name + " " + schedule_name(schedule);
+    const Output out = run(arguments(in, schedule), name);
+    if (schedule == KdaSchedule::kTwoPass) {
+      first = out;
+      const auto e = errors(in, out, heads);
+      const bool good = e.first.frobenius <= kErrorBound && e.second.frobenius <= kErrorBound &&
+                        e.first.not_finite + e.second.not_finite == 0;
+      expect(good, name + ": error against float64");
+      std::printf("%-44s o %.2e (max %.2e)  state %.2e (max %.2e)%s\n", p.name.c_str(),
+                  e.first.frobenius, e.first.largest, e.second.frobenius, e.second.largest,
+                  good ? "" : "  FAIL");
+      record("\"check\": \"" + p.name + "\", " + error_fields(e));
+    } else {
+      expect(out == first, name + ": schedules must give the same bytes");
+    }
+    for (int i = 0; i < repeats; ++i)
+      expect(run(arguments(in, schedule), name) == out, name + ": runs must give the same bytes");
+  }
+  std::fflush(stdout);
+}
+
+/// Each document of a packed batch must give the bytes it gives alone.
+void check_packing(KdaSchedule schedule) {
+  Problem p{"packed", {70, 0, 1, 129, 64, 15, 200}, 3};
+  const Inputs in(p);
+  const Output packed = run(arguments(in, schedule), "packed");
+  for (int64_t d = 0; d < in.documents; ++d) {
+    const int64_t first = in.bounds[d], rows = in.bounds[d + 1] - first;
+    KdaForwardArgs a = arguments(in, schedule);
+    DeviceArray<int64_t> cu(2);
+    cu.upload({0, rows});
+    const size_t at = static_cast<size_t>(first) * in.heads * kD;
+    a.tokens = rows;
+    a.documents = 1;
+    a.cu_seqlens = cu.get();
+    // A row offset keeps the 16-byte alignment of everything but the logits, which need none.
+    a.q_THK += at;
+    a.k_THK += at;
+    a.v_THV += at;
+    a.f_THK += at;
+    a.beta_logit_TH += first * in.heads;
+    const size_t state_at = static_cast<size_t>(d) * in.heads * kD * kD;
+    a.initial_state_NHKV += state_at;
+    const Output alone = run(a, "alone");
+    const bool same =
+        std::equal(alone.o.begin(), alone.o.end(), packed.o.begin() + at) &&
+        std::memcmp(alone.state.data(), packed.state.data() + state_at, alone.state.size() * 4) == 0;
+    expect(same, std::string(schedule_name(schedule)) + ": document " + std::to_string(d) +
+                     " packed and alone must give the same bytes");
+  }
+}
+
+void check_zero_state(KdaSchedule schedule) {
+  Problem p{"zero state", {130, 64}, 2};
+  const Inputs in(p);
+  KdaForwardArgs a = arguments(in, schedule);
+  DeviceArray<float> zeros(in.state.count());
+  zeros.fill_bytes(0);
+  a.initial_state_NHKV = zeros.get();
+  const Output explicit_zeros = run(a, "zeros");
+  a.initial_state_NHKV = nullptr;
+  expect(run(a, "null") == explicit_zeros, "zero state given and left out must give the same bytes");
+}
+
+void check_all() {
+  for (const int64_t n : {1, 15, 16, 17, 63, 64, 65, 127, 128, 193})
+    check_problem({"length " + std::to_string(n), {n}, 2}, 1);
+  check_problem({"empty only", {0, 0}, 2}, 0);
+  check_problem({"no initial state", {100}, 2, Gate::kMixed, Key::kRandom, Beta::kRandom, false}, 0);
+  check_problem({"packed", {70, 0, 1, 129, 0, 64, 15, 1, 200}, 5}, 1);
+  const std::vector<int64_t> long_documents = {700, 321};
+  check_problem({"gates all -5", long_documents, 2, Gate::kStrong}, 0);
+  check_problem({"gates near 0", long_documents, 2, Gate::kWeak}, 0);
+  check_problem({"one channel at -5", long_documents, 2, Gate::kChannels}, 0);
+  check_problem({"equal keys, gates near 0, beta 1", long_documents, 2, Gate::kWeak, Key::kEqual,
+                 Beta::kOne}, 0);
+  check_problem({"equal keys, mixed gates", long_documents, 2, Gate::kMixed, Key::kEqual}, 0);
+  check_problem({"equal keys, gates -5, beta 1", long_documents, 2, Gate::kStrong, Key::kEqual,
+                 Beta::kOne}, 0);
+  check_problem({"zero keys", long_documents, 2, Gate::kMixed, Key::kZero}, 0);
+  check_problem({"beta 0", long_documents, 2, Gate::kMixed, Key::kRandom, Beta::kZero}, 0);
+  check_problem({"beta 1", long_documents, 2, Gate::kMixed, Key::kRandom, Beta::kOne}, 0);
+  check_problem({"beta 1, gates near 0", long_documents, 2, Gate::kWeak, Key::kRandom, Beta::kOne}, 0);
+  check_problem({"64 heads, 2000 tokens", {2000}, 64}, 3);
+  check_problem({"64 heads, packed", {511, 0, 64, 1025, 1, 300}, 64}, 3);
+  for (const KdaSchedule s : {KdaSchedule::kTwoPass, KdaSchedule::kFused}) {
+    check_packing(s);
+    check_zero_state(s);
+  }
+}
+
+/// Two calls of each schedule at 8192 tokens, for a profiler.
+void profile() {
+  const Inputs in({"profile", {8192}, 64});
+  for (const KdaSchedule s : {KdaSchedule::kTwoPass, KdaSchedule::kFused})
+    for (int i = 0; i < 2; ++i) run(arguments(in, s), "profile");
+}
+
+void check_small() {
+  check_problem({"small", {70, 0, 1, 129}, 2}, 0);
+  check_problem({"small, gates -5", {65}, 1, Gate::kStrong}, 0);
+}
+
+/// Median milliseconds of one call, inputs rotated over two sets so that none stays in L2.
+double median_ms(const std::vector<KdaForwardArgs>& sets, void* workspace, size_t bytes, int count) {
+  std::vector<float> times;
+  cudaEvent_t begin, end;
+  must(cudaEventCreate(&begin), "event");
+  must(cudaEventCreate(&end), "event");
+  for (int i = 0; i < count + 3; ++i) {
+    must(cudaEventRecord(begin), "record");
+    const auto result = model::kda_forward(sets[i % sets.size()], workspace, bytes, nullptr);
+    must(cudaEventRecord(end), "record");
+    if (!result) {
+      std::fprintf(stderr, "timed run: %s\n", result.detail);
+      std::exit(2);
+    }
+    must(cudaEventSynchronize(end), "timed run");
+    float ms = 0;
+    must(cudaEventElapsedTime(&ms, begin, end), "elapsed");
+    if (i >= 3) times.push_back(ms);
+  }
+  cudaEventDestroy(begin);
+  cudaEventDestroy(end);
+  std::sort(times.begin(), times.end());
+  return times[times.size() / 2];
+}
+
+void time_all(bool with_errors) {
+  struct Row {
+    const char* name;
+    std::vector<int64_t> lengths;
+    int heads;
+  };
+  std::vector<int64_t> many(32, 1024);
+  const std::vector<Row> rows = {{"8192", {8192}, 64},
+                                 {"32768", {32768}, 64},
+                                 {"131072", {131072}, 64},
+                                 {"32 x 1024", many, 64},
+                                 {"8192, 32 heads", {8192}, 32}};
+  for (const Row& row : rows) {
+    Problem p{row.name, row.lengths, row.heads};
+    p.state = false;
+    const Inputs first(p);
+    p.seed = 2;
+    const Inputs second(p);
+    DeviceArray<uint16_t> o(first.elements());
+    DeviceArray<float> state(first.documents * size_t{static_cast<size_t>(row.heads)} * kD * kD);
+    for (const KdaSchedule schedule : {KdaSchedule::kTwoPass, KdaSchedule::kFused}) {
+      const size_t bytes = model::kda_forward_workspace_bytes(first.tokens, first.documents,
+                                                              row.heads, schedule);
+      DeviceArray<unsigned char> workspace(bytes);
+      std::vector<KdaForwardArgs> sets = {arguments(first, schedule), arguments(second, schedule)};
+      for (auto& a : sets) {
+        a.o_THV = o.get();
+        a.final_state_NHKV = state.get();
+      }
+      const int count = first.tokens > 100000 ? 30 : 60;
+      const double ms = median_ms(sets, workspace.get(), bytes, count);
+      const double again = median_ms(sets, workspace.get(), bytes, count);
+      std::printf("T %-16s %-9s %8.4f ms, again %8.4f, workspace %.1f MB\n", row.name,
+                  schedule_name(schedule), ms, again, bytes * 1e-6);
+      char text[320];
+      std::snprintf(text, sizeof text,
+                    "\"time\": \"%s\", \"tokens\": %" PRId64 ", \"heads\": %d, \"schedule\": \"%s\", "
+                    "\"ms\": %.4f, \"ms_again\": %.4f, \"workspace_bytes\": %zu",
+                    row.name, first.tokens, row.heads, schedule_name(schedule), ms, again, bytes);
+      record(text);
+      std::fflush(stdout);
+    }
+    if (with_errors && row.lengths.size() == 1) {
+      Output out = run(arguments(first, KdaSchedule::kFused), row.name);
+      const auto e = errors(first, out, {0, row.heads - 1});
+      expect(e.first.frobenius <= kErrorBound && e.first.not_finite == 0,
+             std::string(row.name) + ": error against float64");
+      std::printf("T %-16s error o %.2e state %.2e\n", row.name, e.first.frobenius,
+                  e.second.frobenius);
+      record(std::string("\"error_at\": \"") + row.name + "\", " + error_fields(e));
+    }
+  }
+}
+
+}  // namespace
+}  // namespace lockstep::device_test
+
+int main(int argc, char** argv) {
+  using namespace lockstep::device_test;
+  if (argc != 3) {
+    std::fprintf(stderr, "usage: %s check|time|quick|small|profile OUT.json\n", argv[0]);
+    return 2;
+  }
+  const std::string mode = argv[1];
+  json = std::fopen(argv[2], "w");
+  if (json == nullptr) {
+    std::fprintf(stderr, "cannot write %s\n", argv[2]);
+    return 2;
+  }
+  cudaDeviceProp device;
+  int driver = 0;
+  must(cudaGetDeviceProperties(&device, 0), "device");
+  must(cudaDriverGetVersion(&driver), "driver");
+  std::printf("%s, %d multiprocessors, CUDA driver %d\n", device.name, device.multiProcessorCount,
+              driver);
+  std::fprintf(json, "{\"device\": \"%s\", \"cuda_driver\": %d, \"records\": [", device.name, driver);
+  if (mode == "check") check_all();
+  if (mode == "small") check_small();
+  if (mode == "profile") profile();
+  if (mode == "time") time_all(true);
+  if (mode == "quick") time_all(false);
+  std::fprintf(json, "\n], \"failures\": %d}\n", failures);
+  std::fclose(json);
+  std::printf(failures == 0 ? "all checks passed\n" : "%d checks FAILED\n", failures);
+  return failures == 0 ? 0 : 1;
+}
