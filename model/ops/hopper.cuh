@@ -39,12 +39,19 @@ LOCKSTEP_DEVICE uint32_t pack_fp16(float low, float high) {
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   return packed;
 }
+/// Elementwise product of packed bf16 pairs.
+LOCKSTEP_DEVICE uint32_t multiply_bf16(uint32_t a, uint32_t b) {
+  uint32_t product;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+  return product;
+}
 LOCKSTEP_DEVICE float low_bf16(uint32_t packed) { return __uint_as_float(packed << 16); }
 LOCKSTEP_DEVICE float high_bf16(uint32_t packed) { return __uint_as_float(packed & 0xffff0000u); }
 
 /// The same value, but the compiler no longer knows that: keeps it from computing everything that
 /// depends on the value ahead of a loop and holding the results in registers.
-LOCKSTEP_DEVICE int opaque(int value) {
+template <class T>
+LOCKSTEP_DEVICE T opaque(T value) {
   asm volatile("" : "+r"(value));
   return value;
 }
@@ -121,7 +128,11 @@ LOCKSTEP_DEVICE void copy16(uint32_t destination, const void* source, bool valid
                "r"(valid ? 16 : 0)
                : "memory");
 }
-LOCKSTEP_DEVICE void copy_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+LOCKSTEP_DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kPending>
+LOCKSTEP_DEVICE void copy_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
 
 LOCKSTEP_DEVICE void store_shared(uint32_t address, uint32_t a, uint32_t b) {
   asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(address), "r"(a), "r"(b) : "memory");
@@ -249,13 +260,15 @@ LOCKSTEP_DEVICE void wgmma_128_outer(float (&d)[64], const uint32_t* a, uint64_t
                  LOCKSTEP_D8(d, 32), LOCKSTEP_D8(d, 40), LOCKSTEP_D8(d, 48), LOCKSTEP_D8(d, 56)
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
-/// d[64x128] += a[64x16] b[16x128]; a in shared memory contraction-major, b outer-major.
-LOCKSTEP_DEVICE void wgmma_128_shared(float (&d)[64], uint64_t a, uint64_t b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " LOCKSTEP_WGMMA_128_D
-               ", %64, %65, 1, 1, 1, 0, 1;\n"
-               : LOCKSTEP_D8(d, 0), LOCKSTEP_D8(d, 8), LOCKSTEP_D8(d, 16), LOCKSTEP_D8(d, 24),
-                 LOCKSTEP_D8(d, 32), LOCKSTEP_D8(d, 40), LOCKSTEP_D8(d, 48), LOCKSTEP_D8(d, 56)
-               : "l"(a), "l"(b));
+/// d[64x64] (+)= a[64x16] b[16x64]; a in shared memory contraction-major, b outer-major.
+LOCKSTEP_DEVICE void wgmma_64_shared(float (&d)[32], uint64_t a, uint64_t b, bool accumulate) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,"
+      "%25,%26,%27,%28,%29,%30,%31}, %32, %33, p, 1, 1, 0, 1;\n}\n"
+      : LOCKSTEP_D8(d, 0), LOCKSTEP_D8(d, 8), LOCKSTEP_D8(d, 16), LOCKSTEP_D8(d, 24)
+      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
 }
 
 template <int kRegisters>

@@ -55,6 +55,8 @@ LOCKSTEP_DEVICE void chain_produce(const Params& p, int head, int64_t first, int
     barrier_expect_bytes(bar.full_a(stage), kPartA);
     bulk_load(target, source, kPartA, bar.full_a(stage));
     barrier_wait(bar.empty_b(stage), parity);
+    // This stage's previous record has been used, hence copied: its slot in the ring is free.
+    if (p.ring > 0 && step >= kStages) store_release(p.consumed + head, static_cast<int>(chunk) + 1 - kStages);
     barrier_expect_bytes(bar.full_b(stage), kPartB);
     bulk_load(target + kPartA, source + kPartA, kPartB, bar.full_b(stage));
   }
@@ -166,7 +168,6 @@ LOCKSTEP_DEVICE void chain_consume(const Params& p,
 
         // Meanwhile: the previous chunk's output goes out, the state decays.
         store_output(ob, patch, out, row_stride, pending, lane);
-        if (p.ring > 0 && group == 0 && thread == 0) store_release(p.consumed + head, chunk + 1);
         const float* decay = reinterpret_cast<const float*>(base + stage * kStageBytes + kTileDecay);
 #pragma unroll
         for (int j = 0; j < 16; ++j) {

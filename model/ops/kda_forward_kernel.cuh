@@ -68,11 +68,7 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(Params p) {
 }
 
 __global__ void __launch_bounds__(kPrepareThreads, 2) prepare_kernel(Params p) {
-  const int64_t chunk = blockIdx.x / p.heads;
-  const int head = blockIdx.x % p.heads;
-  if (chunk >= p.chunk_begin[p.documents]) return;
-  prepare_chunk(p, chunk, head, dynamic_shared, 1, threadIdx.x, [] {});
-  if (threadIdx.x == 0) bulk_wait_all();
+  prepare_items(p, dynamic_shared, 1, blockIdx.x, gridDim.x, threadIdx.x);
 }
 
 __global__ void __launch_bounds__(kChainThreads, 1) chain_kernel(Params p) {
@@ -107,33 +103,13 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(Params p) {
       chain_consume(p, head, 0, p.documents, dynamic_shared, threadIdx.x >> 7, threadIdx.x & 127);
     }
   } else {
-    // Items in chunk-major order, dealt to the groups in turn. An item waits only for a chain that
-    // waits only for earlier items, so the launch cannot lock up while all blocks are resident.
-    const int workers = static_cast<int>(gridDim.x - p.heads) * kFusedGroups;
-    const int items = chunks * p.heads;
-    int previous = -1;  // item whose bulk stores may still be under way
-    const auto publish = [&] {
-      if (previous >= 0) {
-        const int chunk = previous / p.heads, head = previous % p.heads;
-        bulk_wait_all();
-        fence_async_all();
-        store_release(p.ready + head * p.ring + chunk % p.ring, chunk + 1);
-      }
-    };
-    for (int item = static_cast<int>(blockIdx.x - p.heads) * kFusedGroups +
-                    static_cast<int>(threadIdx.x) / kPrepareThreads;
-         item < items; item += workers) {
-      const int thread = opaque(threadIdx.x) % kPrepareThreads;
-      const int group = opaque(threadIdx.x) / kPrepareThreads;
-      const int chunk = item / p.heads, head = item % p.heads;
-      prepare_chunk(p, chunk, head, dynamic_shared + group * kPrepareBytes, 1 + 2 * group, thread,
-                    [&] {
-                      publish();
-                      while (load_acquire(p.consumed + head) < chunk + 1 - p.ring) __nanosleep(32);
-                    });
-      previous = item;
-    }
-    if (threadIdx.x % kPrepareThreads == 0) publish();
+    const int group = threadIdx.x / kPrepareThreads;
+    prepare_items(p,
+                  dynamic_shared + group * kPrepareBytes,
+                  1 + group,
+                  static_cast<int>(blockIdx.x - p.heads) * kFusedGroups + group,
+                  static_cast<int>(gridDim.x - p.heads) * kFusedGroups,
+                  threadIdx.x % kPrepareThreads);
   }
 }
 

@@ -8,7 +8,7 @@ namespace {
 
 using kda::Params;
 
-constexpr int kRing = 4;  // slots per head: 19 MB of tiles for 64 heads, a third of the L2
+constexpr int kRing = 6;  // slots per head: 29 MB of tiles for 64 heads, half of the L2
 
 struct Device {
   cudaError_t error = cudaSuccess;
@@ -158,7 +158,7 @@ KdaCudaResult kda_forward(const KdaForwardArgs& a,
     allow_shared(reinterpret_cast<const void*>(&kda::prepare_kernel), kda::kPrepareBytes);
     allow_shared(reinterpret_cast<const void*>(&kda::chain_kernel), kda::kChainBytes);
     if (error == cudaSuccess && a.tokens > 0) {
-      kda::prepare_kernel<<<static_cast<unsigned>(p.chunks_bound * a.heads),
+      kda::prepare_kernel<<<static_cast<unsigned>(2 * device.multiprocessors),
                             kda::kPrepareThreads, kda::kPrepareBytes, stream>>>(p);
       error = cudaGetLastError();
     }
