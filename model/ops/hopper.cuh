@@ -82,6 +82,9 @@ LOCKSTEP_DEVICE void barrier_wait(uint32_t barrier, uint32_t parity) {
 LOCKSTEP_DEVICE void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
+LOCKSTEP_DEVICE void named_barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
 LOCKSTEP_DEVICE void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -142,6 +145,11 @@ LOCKSTEP_DEVICE void store_shared(uint32_t address, uint32_t a) {
 }
 LOCKSTEP_DEVICE void store_shared_zero16(uint32_t address) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(address), "r"(0) : "memory");
+}
+LOCKSTEP_DEVICE uint32_t load_shared4(uint32_t address) {
+  uint32_t value;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  return value;
 }
 LOCKSTEP_DEVICE uint4 load_shared16(uint32_t address) {
   uint4 value;

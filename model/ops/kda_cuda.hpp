@@ -17,13 +17,6 @@ struct KdaCudaResult {
   explicit operator bool() const { return status == KdaCudaStatus::kOk; }
 };
 
-/// How the work is put on the GPU. Every schedule gives the same bytes.
-enum class KdaSchedule {
-  kAuto,      ///< kFused when it fits, else kTwoPass
-  kTwoPass,   ///< preparation of all chunks, then the state chains; workspace grows with tokens
-  kFused,     ///< one cooperative launch, tiles pass through a small ring that stays in L2
-};
-
 /// Arguments of one forward pass over packed documents. All pointers are device pointers, contiguous
 /// and 16-byte aligned; K = V = 128.
 struct KdaForwardArgs {
@@ -42,16 +35,11 @@ struct KdaForwardArgs {
   const float* initial_state_NHKV = nullptr;  ///< fp32 [N,H,128,128] or null for zeros
   float* final_state_NHKV = nullptr;          ///< fp32 [N,H,128,128] or null; may not alias the initial
   uint16_t* o_THV = nullptr;                  ///< bf16 [T,H,128]
-  KdaSchedule schedule = KdaSchedule::kAuto;
 };
 
-/// Bytes of device scratch that kda_forward needs for these sizes (contents need no initialisation).
-/// kTwoPass: about 1160 bytes per (token, head). kFused: a constant of about 20 MB plus 16 bytes per
-/// chunk. kAuto: what kFused needs if the current device can run it, else what kTwoPass needs.
-size_t kda_forward_workspace_bytes(int64_t tokens,
-                                   int64_t documents,
-                                   int heads,
-                                   KdaSchedule schedule);
+/// Bytes of device scratch that kda_forward needs for these sizes (contents need no initialisation):
+/// 445 KB per head, which stay in L2, and 16 bytes per chunk of 64 tokens.
+size_t kda_forward_workspace_bytes(int64_t tokens, int64_t documents, int heads);
 
 /// KDA forward with fused gate, l2norm, and beta sigmoid, for sm_90a.
 ///

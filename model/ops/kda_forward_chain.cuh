@@ -1,9 +1,10 @@
 #pragma once
 
-// The state chain of one head. Two warpgroups, one per half of V, share the tiles that one producer
-// thread brings in. Everything is computed transposed (S^T: V rows, K columns), so that each result
-// is, register for register, the left operand of the next product: the state, N and the output never
-// pass through shared memory on the way from one product to the next.
+// The state chain of one head and one half of V: one warpgroup, and one thread that copies the tiles.
+// Everything is computed transposed (S^T: V rows, K columns), so that each result is, register for
+// register, the left operand of the next product: the state, N and the output never pass through
+// shared memory on the way from one product to the next. W and U are staged twice, the other tiles
+// once: a tile is fetched again as soon as its product has been taken.
 
 #include "model/ops/kda_forward_tiles.cuh"
 
@@ -11,54 +12,76 @@ namespace lockstep::model::kda {
 
 using namespace hopper;
 
-constexpr int kStages = 2;
-constexpr int kOutRow = 48;                   // bytes per token of a warp's output patch (16 V + pad)
+constexpr int kOutRow = 48;                  // bytes per token of a warp's output patch (16 V + pad)
 constexpr int kOutPatch = kChunk * kOutRow;
-constexpr int kChainOut = kStages * kStageBytes;
-constexpr int kChainBarriers = kChainOut + 8 * kOutPatch;
-constexpr int kChainBytes = (kChainBarriers + 4 * kStages * 8 + 1023) / 1024 * 1024;
+constexpr int kChainA = 0;                   // two stages of W and half of U
+constexpr int kStageA = kTile + kSlab;
+constexpr int kChainQ = kChainA + 2 * kStageA;
+constexpr int kChainK = kChainQ + kTile;
+constexpr int kChainM = kChainK + kTile;
+constexpr int kChainDecay = kChainM + kSlab;
+constexpr int kChainOut = kChainDecay + 512;
+constexpr int kChainBarriers = kChainOut + 4 * kOutPatch;
+constexpr int kChainBytes = (kChainBarriers + 80 + 1023) / 1024 * 1024;
 
+/// Shared-memory barriers: "full" is completed by the copies, "used" by the four warps.
 struct ChainBarriers {
   uint32_t base;
   LOCKSTEP_DEVICE uint32_t full_a(int stage) const { return base + 8 * stage; }
-  LOCKSTEP_DEVICE uint32_t full_b(int stage) const { return base + 8 * (kStages + stage); }
-  LOCKSTEP_DEVICE uint32_t empty_a(int stage) const { return base + 8 * (2 * kStages + stage); }
-  LOCKSTEP_DEVICE uint32_t empty_b(int stage) const { return base + 8 * (3 * kStages + stage); }
+  LOCKSTEP_DEVICE uint32_t used_a(int stage) const { return base + 16 + 8 * stage; }
+  LOCKSTEP_DEVICE uint32_t full_q() const { return base + 32; }
+  LOCKSTEP_DEVICE uint32_t full_k() const { return base + 40; }
+  LOCKSTEP_DEVICE uint32_t full_m() const { return base + 48; }
+  LOCKSTEP_DEVICE uint32_t used_q() const { return base + 56; }
+  LOCKSTEP_DEVICE uint32_t used_k() const { return base + 64; }
+  LOCKSTEP_DEVICE uint32_t used_m() const { return base + 72; }
 };
 
 LOCKSTEP_DEVICE void chain_init(uint32_t shared) {
   const ChainBarriers bar{shared + kChainBarriers};
-  for (int s = 0; s < kStages; ++s) {
-    barrier_init(bar.full_a(s), 1);
-    barrier_init(bar.full_b(s), 1);
-    barrier_init(bar.empty_a(s), 8);
-    barrier_init(bar.empty_b(s), 8);
+  for (int stage = 0; stage < 2; ++stage) {
+    barrier_init(bar.full_a(stage), 1);
+    barrier_init(bar.used_a(stage), 4);
   }
+  barrier_init(bar.full_q(), 1);
+  barrier_init(bar.full_k(), 1);
+  barrier_init(bar.full_m(), 1);
+  barrier_init(bar.used_q(), 4);
+  barrier_init(bar.used_k(), 4);
+  barrier_init(bar.used_m(), 4);
   fence_barrier_init();
 }
 
-/// One thread: copies the records of chunks [first, last) of `head` through the stages.
-LOCKSTEP_DEVICE void chain_produce(const Params& p, int head, int64_t first, int64_t last, uint32_t shared) {
+/// One thread: copies the records of all chunks of `head` for V half `half`.
+LOCKSTEP_DEVICE void chain_produce(const Params& p, int head, int half, int chunks, uint32_t shared) {
   const ChainBarriers bar{shared + kChainBarriers};
-  uint32_t step = 0;
-  for (int64_t chunk = first; chunk < last; ++chunk, ++step) {
-    const int stage = step % kStages;
-    const uint32_t parity = ((step / kStages) & 1) ^ 1;
-    const unsigned char* source = record(p, chunk, head);
-    const uint32_t target = shared + stage * kStageBytes;
-    if (p.ring > 0) {
-      const int* flag = p.ready + int64_t{head} * p.ring + chunk % p.ring;
-      while (load_acquire(flag) != static_cast<int>(chunk) + 1) __nanosleep(32);
-      fence_async_all();
-    }
-    barrier_wait(bar.empty_a(stage), parity);
-    barrier_expect_bytes(bar.full_a(stage), kPartA);
-    bulk_load(target, source, kPartA, bar.full_a(stage));
-    barrier_wait(bar.empty_b(stage), parity);
-    // This stage's previous record has been used, hence copied: its slot in the ring is free.
-    if (p.ring > 0 && step >= kStages) store_release(p.consumed + head, static_cast<int>(chunk) + 1 - kStages);
-    barrier_expect_bytes(bar.full_b(stage), kPartB);
-    bulk_load(target + kPartA, source + kPartA, kPartB, bar.full_b(stage));
+  const int* const flags = p.ready + head * p.ring;
+  int* const consumed = p.consumed + 2 * head + half;
+  int slot = 0;
+  for (int chunk = 0; chunk < chunks; ++chunk) {
+    const int stage = chunk & 1;
+    const uint32_t a_parity = ((chunk >> 1) & 1) ^ 1, parity = (chunk & 1) ^ 1;
+    const unsigned char* const source = record(p, chunk, head);
+    while (load_acquire(flags + slot) != chunk + 1) __nanosleep(32);
+    fence_async_all();
+    barrier_wait(bar.used_a(stage), a_parity);
+    barrier_expect_bytes(bar.full_a(stage), kStageA);
+    bulk_load(shared + kChainA + stage * kStageA, source + kTileW, kTile, bar.full_a(stage));
+    bulk_load(shared + kChainA + stage * kStageA + kTile, source + kTileU + half * kSlab, kSlab,
+              bar.full_a(stage));
+    barrier_wait(bar.used_q(), parity);
+    barrier_expect_bytes(bar.full_q(), kTile + 512);
+    bulk_load(shared + kChainQ, source + kTileQ, kTile, bar.full_q());
+    bulk_load(shared + kChainDecay, source + kTileDecay, 512, bar.full_q());
+    barrier_wait(bar.used_k(), parity);
+    barrier_expect_bytes(bar.full_k(), kTile);
+    bulk_load(shared + kChainK, source + kTileK, kTile, bar.full_k());
+    barrier_wait(bar.used_m(), parity);
+    // The previous chunk has been used, hence copied: its slot in the ring is free.
+    if (chunk > 0) store_release(consumed, chunk);
+    barrier_expect_bytes(bar.full_m(), kSlab);
+    bulk_load(shared + kChainM, source + kTileM, kSlab, bar.full_m());
+    if (++slot == p.ring) slot = 0;
   }
 }
 
@@ -105,27 +128,22 @@ LOCKSTEP_DEVICE void store_output(const uint32_t (&packed)[16],
   }
 }
 
-/// One warpgroup (`group` 0 or 1: V columns 64 group ..): the chain of `head` over documents
-/// [first_document, last_document).
-LOCKSTEP_DEVICE void chain_consume(const Params& p,
-                                   int head,
-                                   int64_t first_document,
-                                   int64_t last_document,
-                                   unsigned char* base,
-                                   int group,
-                                   int thread) {
+/// One warpgroup: the chain of `head` for V columns 64 half .. 64 half + 63, over all documents.
+LOCKSTEP_DEVICE void chain_consume(
+    const Params& p, int head, int half, unsigned char* base, int thread) {
   const uint32_t shared = smem_address(base);
   const ChainBarriers bar{shared + kChainBarriers};
   const int warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
-  const uint32_t patch = shared + kChainOut + (group * 4 + warp) * kOutPatch;
-  const int64_t row_stride = int64_t{p.heads} * kDim;
-  const int column = group * 64 + warp * 16;  // first V column of this warp
+  const uint32_t patch = shared + kChainOut + warp * kOutPatch;
+  const int64_t row_stride = int64_t{p.row_heads} * kDim;
+  const int column = half * 64 + warp * 16;  // first V column of this warp
+  constexpr float kScale = 0.08838834764831845f;  // 128^-1/2, applied to the output
   float s[64], n[32], o[32];
   uint32_t sb[32], nb[16], ob[16];
-  uint32_t step = 0;
+  int chunk = 0;
 
-  for (int64_t document = first_document; document < last_document; ++document) {
-    const int64_t state_at = ((document * p.heads + head) * kDim + 2 * t) * kDim + column + g;
+  for (int64_t document = 0; document < p.documents; ++document) {
+    const int64_t state_at = ((document * p.row_heads + head) * kDim + 2 * t) * kDim + column + g;
 #pragma unroll
     for (int j = 0; j < 16; ++j)
 #pragma unroll
@@ -133,33 +151,32 @@ LOCKSTEP_DEVICE void chain_consume(const Params& p,
         s[4 * j + e] = p.initial_state == nullptr
                            ? 0.0f
                            : p.initial_state[state_at + (8 * j + (e & 1)) * kDim + (e >> 1) * 8];
-    const int chunk_first = p.chunk_begin[document], chunk_last = p.chunk_begin[document + 1];
+    const int chunk_last = p.chunk_begin[document + 1];
 
-    if (chunk_first < chunk_last) {
+    if (chunk < chunk_last) {
 #pragma unroll
       for (int j = 0; j < 32; ++j) sb[j] = pack_bf16(s[2 * j], s[2 * j + 1]);
 #pragma unroll
       for (int j = 0; j < 16; ++j) ob[j] = 0;
-      barrier_wait(bar.full_a(step % kStages), (step / kStages) & 1);
-      load_u(n, shared + (step % kStages) * kStageBytes + kTileU + group * kSlab, warp, lane);
+      barrier_wait(bar.full_a(chunk & 1), (chunk >> 1) & 1);
+      load_u(n, shared + kChainA + (chunk & 1) * kStageA + kTile, warp, lane);
       int pending = 0;  // tokens of the finished output that `ob` holds
       uint16_t* out = p.o;
 
-      for (int chunk = chunk_first; chunk < chunk_last; ++chunk) {
-        const int stage = step % kStages;
-        const uint32_t parity = (step / kStages) & 1;
-        const uint32_t tile = shared + stage * kStageBytes;
+      while (chunk < chunk_last) {
+        const int stage = chunk & 1;
+        const uint32_t parity = chunk & 1;
         const ChunkInfo info = p.chunks[chunk];
 
         // N = U - W S, then O = Q~ S behind it
-        const uint64_t w = operand_k_major(tile + kTileW);
-        const uint64_t q = operand_k_major(tile + kTileQ);
+        const uint64_t w = operand_k_major(shared + kChainA + stage * kStageA);
+        const uint64_t q = operand_k_major(shared + kChainQ);
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < 8; ++k)
           wgmma_64<-1>(n, sb + 4 * k, w + (k >> 2) * (kSlab >> 4) + (k & 3) * 2, true);
         wgmma_commit();
-        barrier_wait(bar.full_b(stage), parity);
+        barrier_wait(bar.full_q(), parity);
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < 8; ++k)
@@ -168,7 +185,7 @@ LOCKSTEP_DEVICE void chain_consume(const Params& p,
 
         // Meanwhile: the previous chunk's output goes out, the state decays.
         store_output(ob, patch, out, row_stride, pending, lane);
-        const float* decay = reinterpret_cast<const float*>(base + stage * kStageBytes + kTileDecay);
+        const float* decay = reinterpret_cast<const float*>(base + kChainDecay);
 #pragma unroll
         for (int j = 0; j < 16; ++j) {
           const float2 factor = *reinterpret_cast<const float2*>(decay + 8 * j + 2 * t);
@@ -182,36 +199,42 @@ LOCKSTEP_DEVICE void chain_consume(const Params& p,
 
         wgmma_wait<1>();
         pin(n);
-        if (lane == 0) barrier_arrive(bar.empty_a(stage));
+        if (lane == 0) barrier_arrive(bar.used_a(stage));
 #pragma unroll
         for (int j = 0; j < 16; ++j) nb[j] = pack_bf16(n[2 * j], n[2 * j + 1]);
 
         // S = exp(b_C) S + K-^T N, then O += M N behind it
-        const uint64_t kd = operand_outer_major(tile + kTileK, kSlab);
-        const uint64_t m = operand_k_major(tile + kTileM);
+        const uint64_t kd = operand_outer_major(shared + kChainK, kSlab);
+        const uint64_t m = operand_k_major(shared + kChainM);
+        barrier_wait(bar.full_k(), parity);
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < 4; ++k) wgmma_128_outer(s, nb + 4 * k, kd + k * 128);
         wgmma_commit();
+        barrier_wait(bar.full_m(), parity);
+        wgmma_fence();
 #pragma unroll
         for (int k = 0; k < 4; ++k) wgmma_64<1>(o, nb + 4 * k, m + k * 2, true);
         wgmma_commit();
+        wgmma_wait<2>();  // Q~ S is done
+        if (lane == 0) barrier_arrive(bar.used_q());
 
-        ++step;
-        if (chunk + 1 < chunk_last) {
-          barrier_wait(bar.full_a(step % kStages), (step / kStages) & 1);
-          load_u(n, shared + (step % kStages) * kStageBytes + kTileU + group * kSlab, warp, lane);
+        ++chunk;
+        if (chunk < chunk_last) {
+          barrier_wait(bar.full_a(chunk & 1), (chunk >> 1) & 1);
+          load_u(n, shared + kChainA + (chunk & 1) * kStageA + kTile, warp, lane);
         }
         wgmma_wait<1>();
         pin(s);
+        if (lane == 0) barrier_arrive(bar.used_k());
 #pragma unroll
         for (int j = 0; j < 32; ++j) sb[j] = pack_bf16(s[2 * j], s[2 * j + 1]);
         wgmma_wait<0>();
         pin(o);
         pin(s);
-        if (lane == 0) barrier_arrive(bar.empty_b(stage));
+        if (lane == 0) barrier_arrive(bar.used_m());
 #pragma unroll
-        for (int j = 0; j < 16; ++j) ob[j] = pack_bf16(o[2 * j], o[2 * j + 1]);
+        for (int j = 0; j < 16; ++j) ob[j] = pack_bf16(o[2 * j] * kScale, o[2 * j + 1] * kScale);
       }
       store_output(ob, patch, out, row_stride, pending, lane);
     }

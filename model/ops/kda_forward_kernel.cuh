@@ -10,11 +10,9 @@
 namespace lockstep::model::kda {
 
 constexpr int kPlanThreads = 1024;
-constexpr int kChainThreads = 384;  // two warpgroups and one whose first thread copies
-constexpr int kFusedThreads = 512;
-constexpr int kFusedGroups = kFusedThreads / kPrepareThreads;
-constexpr int kFusedBytes =
-    kChainBytes > kFusedGroups * kPrepareBytes ? kChainBytes : kFusedGroups * kPrepareBytes;
+constexpr int kForwardThreads = 512;  // chain | preparation, twice | copying and publishing warps
+constexpr int kForwardBytes = kPrepareBytes + kChainBytes;
+static_assert(kForwardBytes <= 227 * 1024, "shared memory of one block");
 
 extern __shared__ __align__(1024) unsigned char dynamic_shared[];
 
@@ -64,52 +62,31 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(Params p) {
                        static_cast<int32_t>(left < kChunk ? left : kChunk),
                        static_cast<int32_t>(low)};
   }
-  for (int i = thread; i < p.heads * (p.ring + 1); i += kPlanThreads) p.ready[i] = 0;
+  for (int i = thread; i < p.heads * (p.ring + 2); i += kPlanThreads) p.ready[i] = 0;
 }
 
-__global__ void __launch_bounds__(kPrepareThreads, 2) prepare_kernel(Params p) {
-  prepare_items(p, dynamic_shared, 1, blockIdx.x, gridDim.x, threadIdx.x);
-}
-
-__global__ void __launch_bounds__(kChainThreads, 1) chain_kernel(Params p) {
-  const int head = blockIdx.x % p.heads;
-  const int64_t document = blockIdx.x / p.heads;
-  const uint32_t shared = smem_address(dynamic_shared);
-  if (threadIdx.x == 0) chain_init(shared);
-  __syncthreads();
-  if (threadIdx.x >= 256) {
-    fewer_registers<24>();
-    if (threadIdx.x == 256)
-      chain_produce(p, head, p.chunk_begin[document], p.chunk_begin[document + 1], shared);
-  } else {
-    more_registers<232>();
-    chain_consume(p, head, document, document + opaque(1), dynamic_shared, threadIdx.x >> 7,
-                  threadIdx.x & 127);
-  }
-}
-
-__global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(Params p) {
+/// One block per multiprocessor, all resident. Blocks below 2 * heads carry a chain (head, V half);
+/// all blocks prepare.
+__global__ void __launch_bounds__(kForwardThreads, 1) forward_kernel(Params p) {
   const int chunks = p.chunk_begin[p.documents];
-  if (blockIdx.x < static_cast<unsigned>(p.heads)) {
-    const int head = blockIdx.x;
-    const uint32_t shared = smem_address(dynamic_shared);
-    if (threadIdx.x == 0) chain_init(shared);
-    __syncthreads();
-    if (threadIdx.x >= 256) {
-      fewer_registers<24>();
-      if (threadIdx.x == 256) chain_produce(p, head, 0, chunks, shared);
-    } else {
-      more_registers<232>();
-      chain_consume(p, head, 0, p.documents, dynamic_shared, threadIdx.x >> 7, threadIdx.x & 127);
-    }
+  unsigned char* const chain_shared = dynamic_shared + kPrepareBytes;
+  const int block = blockIdx.x, thread = threadIdx.x, role = thread >> 7;
+  const int head = block >> 1, half = block & 1;
+  const bool has_chain = head < p.heads;
+  if (thread == 0 && has_chain) chain_init(smem_address(chain_shared));
+  __syncthreads();
+  if (role == 0) {
+    more_registers<208>();
+    if (has_chain) chain_consume(p, head, half, chain_shared, thread);
+  } else if (role == 3) {
+    fewer_registers<32>();
+    if (thread == 384 && has_chain)
+      chain_produce(p, head, half, chunks, smem_address(chain_shared));
+    if (thread >= 416 && thread < 448)
+      publish_items(p, chunks, smem_address(dynamic_shared), block, gridDim.x, thread & 31);
   } else {
-    const int group = threadIdx.x / kPrepareThreads;
-    prepare_items(p,
-                  dynamic_shared + group * kPrepareBytes,
-                  1 + group,
-                  static_cast<int>(blockIdx.x - p.heads) * kFusedGroups + group,
-                  static_cast<int>(gridDim.x - p.heads) * kFusedGroups,
-                  threadIdx.x % kPrepareThreads);
+    more_registers<136>();
+    prepare_items(p, chunks, dynamic_shared, block, gridDim.x, thread - 128);
   }
 }
 

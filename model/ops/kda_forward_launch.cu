@@ -1,5 +1,7 @@
 #include <cuda_runtime.h>
 
+#include <algorithm>
+
 #include "model/ops/kda_cuda.hpp"
 #include "model/ops/kda_forward_kernel.cuh"
 
@@ -15,6 +17,9 @@ struct Device {
   int multiprocessors = 0;
   bool hopper = false;
   bool cooperative = false;
+
+  /// Heads one launch can take: a block, hence a multiprocessor, per chain of a head and V half.
+  int heads_per_launch() const { return multiprocessors / 2; }
 };
 
 Device current_device() {
@@ -32,26 +37,22 @@ Device current_device() {
   return d;
 }
 
-/// Chains take one multiprocessor per head; preparation needs at least as many again.
-bool fused_fits(const Device& device, int heads) {
-  return device.error == cudaSuccess && device.cooperative && heads * 2 <= device.multiprocessors;
-}
-
 int64_t chunks_bound(int64_t tokens, int64_t documents) { return tokens / kda::kChunk + documents; }
 
 struct Layout {
   size_t tiles = 0, chunks = 0, chunk_begin = 0, flags = 0, total = 0;
 };
 
-Layout workspace_layout(int64_t tokens, int64_t documents, int heads, int ring) {
+Layout workspace_layout(int64_t tokens, int64_t documents, int heads) {
   const auto round_up = [](size_t bytes) { return (bytes + 1023) / 1024 * 1024; };
-  const int64_t bound = chunks_bound(tokens, documents);
+  const auto bound = static_cast<size_t>(chunks_bound(tokens, documents));
+  const auto h = static_cast<size_t>(heads);
   Layout l;
   l.tiles = 0;
-  l.chunks = static_cast<size_t>(ring > 0 ? ring : bound) * static_cast<size_t>(heads) * kda::kTileBytes;
-  l.chunk_begin = l.chunks + round_up(static_cast<size_t>(bound) * sizeof(kda::ChunkInfo));
+  l.chunks = kRing * h * kda::kTileBytes;
+  l.chunk_begin = l.chunks + round_up(bound * sizeof(kda::ChunkInfo));
   l.flags = l.chunk_begin + round_up(static_cast<size_t>(documents + 1) * sizeof(int));
-  l.total = l.flags + round_up(static_cast<size_t>(heads) * static_cast<size_t>(ring + 1) * sizeof(int));
+  l.total = l.flags + round_up(h * (kRing + 2) * sizeof(int));
   return l;
 }
 
@@ -80,14 +81,9 @@ KdaCudaResult check(const KdaForwardArgs& a) {
 
 }  // namespace
 
-size_t kda_forward_workspace_bytes(int64_t tokens,
-                                   int64_t documents,
-                                   int heads,
-                                   KdaSchedule schedule) {
+size_t kda_forward_workspace_bytes(int64_t tokens, int64_t documents, int heads) {
   if (tokens < 0 || documents < 0 || heads < 1) return 0;
-  const bool fused = schedule == KdaSchedule::kFused ||
-                     (schedule == KdaSchedule::kAuto && fused_fits(current_device(), heads));
-  return workspace_layout(tokens, documents, heads, fused ? kRing : 0).total;
+  return workspace_layout(tokens, documents, heads).total;
 }
 
 KdaCudaResult kda_forward(const KdaForwardArgs& a,
@@ -101,72 +97,50 @@ KdaCudaResult kda_forward(const KdaForwardArgs& a,
     return KdaCudaResult{KdaCudaStatus::kCudaError, static_cast<int>(error), cudaGetErrorString(error)};
   };
   if (device.error != cudaSuccess) return failed(device.error);
-  if (!device.hopper)
-    return {KdaCudaStatus::kUnsupportedDevice, 0, "needs compute capability 9.0 (sm_90a code)"};
-  const bool fits = fused_fits(device, a.heads);
-  if (a.schedule == KdaSchedule::kFused && !fits)
+  if (!device.hopper || !device.cooperative || device.heads_per_launch() < 1)
     return {KdaCudaStatus::kUnsupportedDevice, 0,
-            "kFused needs cooperative launch and two multiprocessors per head: use kTwoPass"};
-  const bool fused = fits && a.schedule != KdaSchedule::kTwoPass;
-  const int ring = fused ? kRing : 0;
-  const Layout layout = workspace_layout(a.tokens, a.documents, a.heads, ring);
+            "needs compute capability 9.0 (sm_90a code) and cooperative launch"};
+  const Layout layout = workspace_layout(a.tokens, a.documents, a.heads);
   if (workspace == nullptr || workspace_bytes < layout.total)
     return {KdaCudaStatus::kWorkspaceTooSmall, 0, "allocate kda_forward_workspace_bytes(...)"};
   if (reinterpret_cast<uintptr_t>(workspace) % 128 != 0)
     return bad("workspace must be 128-byte aligned");
 
-  auto* bytes = static_cast<unsigned char*>(workspace);
-  Params p{};
-  p.tokens = a.tokens;
-  p.documents = a.documents;
-  p.chunks_bound = chunks_bound(a.tokens, a.documents);
-  p.heads = a.heads;
-  p.ring = ring;
-  p.decay_scale = static_cast<float>(static_cast<double>(a.lower_bound) * 1.4426950408889634);
-  p.q = a.q_THK;
-  p.k = a.k_THK;
-  p.v = a.v_THV;
-  p.f = a.f_THK;
-  p.beta_logit = a.beta_logit_TH;
-  p.a_log = a.a_log_H;
-  p.dt_bias = a.dt_bias_HK;
-  p.cu_seqlens = a.cu_seqlens;
-  p.initial_state = a.initial_state_NHKV;
-  p.final_state = a.final_state_NHKV;
-  p.o = a.o_THV;
-  p.tiles = bytes + layout.tiles;
-  p.chunks = reinterpret_cast<kda::ChunkInfo*>(bytes + layout.chunks);
-  p.chunk_begin = reinterpret_cast<int*>(bytes + layout.chunk_begin);
-  p.ready = reinterpret_cast<int*>(bytes + layout.flags);
-  p.consumed = p.ready + a.heads * ring;
-
-  cudaError_t error = cudaSuccess;
-  const auto allow_shared = [&](const void* kernel, int size) {
-    if (error == cudaSuccess)
-      error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, size);
-  };
-  kda::plan_kernel<<<1, kda::kPlanThreads, 0, stream>>>(p);
-  error = cudaGetLastError();
-  if (fused) {
-    const void* kernel = reinterpret_cast<const void*>(&kda::fused_kernel);
-    allow_shared(kernel, kda::kFusedBytes);
+  const void* const kernel = reinterpret_cast<const void*>(&kda::forward_kernel);
+  cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kda::kForwardBytes);
+  auto* const bytes = static_cast<unsigned char*>(workspace);
+  for (int first = 0; first < a.heads && error == cudaSuccess; first += device.heads_per_launch()) {
+    const int64_t channel = int64_t{first} * kda::kDim, state = channel * kda::kDim;
+    Params p{};
+    p.documents = a.documents;
+    p.heads = std::min(a.heads - first, device.heads_per_launch());
+    p.row_heads = a.heads;
+    p.ring = kRing;
+    p.decay_scale = static_cast<float>(static_cast<double>(a.lower_bound) * 1.4426950408889634);
+    p.q = a.q_THK + channel;
+    p.k = a.k_THK + channel;
+    p.v = a.v_THV + channel;
+    p.f = a.f_THK + channel;
+    p.beta_logit = a.beta_logit_TH + first;
+    p.a_log = a.a_log_H + first;
+    p.dt_bias = a.dt_bias_HK + channel;
+    p.cu_seqlens = a.cu_seqlens;
+    p.initial_state = a.initial_state_NHKV ? a.initial_state_NHKV + state : nullptr;
+    p.final_state = a.final_state_NHKV ? a.final_state_NHKV + state : nullptr;
+    p.o = a.o_THV + channel;
+    p.tiles = bytes + layout.tiles;
+    p.chunks = reinterpret_cast<kda::ChunkInfo*>(bytes + layout.chunks);
+    p.chunk_begin = reinterpret_cast<int*>(bytes + layout.chunk_begin);
+    p.ready = reinterpret_cast<int*>(bytes + layout.flags);
+    p.consumed = p.ready + p.heads * kRing;
+    kda::plan_kernel<<<1, kda::kPlanThreads, 0, stream>>>(p);
+    error = cudaGetLastError();
     void* arguments[] = {&p};
     if (error == cudaSuccess)
       error = cudaLaunchCooperativeKernel(kernel, dim3(static_cast<unsigned>(device.multiprocessors)),
-                                          dim3(kda::kFusedThreads), arguments, kda::kFusedBytes, stream);
-  } else {
-    allow_shared(reinterpret_cast<const void*>(&kda::prepare_kernel), kda::kPrepareBytes);
-    allow_shared(reinterpret_cast<const void*>(&kda::chain_kernel), kda::kChainBytes);
-    if (error == cudaSuccess && a.tokens > 0) {
-      kda::prepare_kernel<<<static_cast<unsigned>(2 * device.multiprocessors),
-                            kda::kPrepareThreads, kda::kPrepareBytes, stream>>>(p);
-      error = cudaGetLastError();
-    }
-    if (error == cudaSuccess) {
-      kda::chain_kernel<<<static_cast<unsigned>(a.documents * a.heads), kda::kChainThreads,
-                          kda::kChainBytes, stream>>>(p);
-      error = cudaGetLastError();
-    }
+                                          dim3(kda::kForwardThreads), arguments, kda::kForwardBytes,
+                                          stream);
   }
   return error == cudaSuccess ? KdaCudaResult{} : failed(error);
 }

@@ -22,33 +22,37 @@ namespace lockstep::model::kda {
 using namespace hopper;
 
 constexpr int kPrepareThreads = 256;
+constexpr int kPublishThreads = kPrepareThreads + 32;  // with the warp that publishes
 
-// Shared memory of a group. The Gram operands die after the Gram products; W, U, M and the matrices of
-// the inverse then take their place.
+// Named barriers of a block.
+constexpr int kGroupBarrier = 1;   // the group
+constexpr int kWrittenBarrier = 2; // group -> publisher: W, U, M lie in shared memory
+constexpr int kGoBarrier = 3;      // publisher -> group: they have left it, and the next slot is free
+
+// Shared memory of a group. The Gram operands die after the Gram products; W, U and the small matrices
+// of the inverse then take their place.
 constexpr int kRowK = 0;                      // k exp2(b - A_I); later W
-constexpr int kRowQ = kRowK + kTile;          // s q exp2(b - A_I); later U
-constexpr int kColumns = kRowQ + kTile;       // ten 16 x 128 blocks, see column_block
-constexpr int kDecayedK = kColumns + 10 * 4096;  // K~
+constexpr int kRowQ = kRowK + kTile;          // q exp2(b - A_I); later U
+constexpr int kColumns = kRowQ + kTile;       // k exp2(A_{J+1} - b); later L and P
+constexpr int kLower = kColumns;              // L, fp16, slab (blocks below the diagonal)
+constexpr int kSolve = kLower + kSlab;        // P, bf16, slab
+constexpr int kDecayedK = kColumns + kTile;   // K~
 constexpr int kValue = kDecayedK + kTile;     // v
-constexpr int kTotals = kValue + kTile;       // [8 warps][128] fp32: decay over the warp's 8 rows
+constexpr int kGate = kValue + kTile;         // f of the next item, rows of 256 bytes
+constexpr int kScores = kGate + kTile;        // M, bf16, slab
+constexpr int kTotals = kScores + kSlab;      // [8 warps][128] fp32: decay over the warp's 8 rows
 constexpr int kDiagonal = kTotals;            // later: diagonal blocks of L, fp32 [4][16][16]
-constexpr int kInverse = kTotals + 8 * kDim * 4;  // their inverses, fp16
+constexpr int kPrefix = kTotals + 8 * kDim * 4;     // [5][128] fp32: P_I
+constexpr int kFactors = kPrefix + 5 * kDim * 4;    // [10 pairs][128] bf16: 2^(A_I - A_{J+1})
+constexpr int kInverse = kFactors + 10 * kDim * 2;  // inverses of the diagonal blocks, fp16
 constexpr int kInverseRow = 48;               // bytes: 16 fp16 and padding
 constexpr int kInverseBlock = 16 * kInverseRow;
 constexpr int kBeta = kInverse + 4 * kInverseBlock;  // [64] fp32
 constexpr int kNorms = kBeta + kChunk * 4;    // [8 warps][16] fp32: 1/norm of k rows, then q rows
 constexpr int kPrepareBytes = (kNorms + 8 * 16 * 4 + 1023) / 1024 * 1024;
-// Inside kColumns, after the Gram products:
-constexpr int kLower = kColumns;              // L, fp16, slab (blocks below the diagonal)
-constexpr int kScores = kLower + kSlab;       // M, bf16, slab
-constexpr int kSolve = kScores + kSlab;       // P, bf16, slab
-constexpr int kGate = kSolve + kSlab;         // f of the next item, rows of 256 bytes
-static_assert(kGate + kTile <= kDecayedK, "small matrices outgrow the Gram operands");
 
-/// Block of column operands for row block I and column block J <= I: rows j of J hold
-/// k_j exp2(A_I - b_j).
-LOCKSTEP_DEVICE int column_block(int row_block, int column_block_index) {
-  return kColumns + (row_block * (row_block + 1) / 2 + column_block_index) * 4096;
+LOCKSTEP_DEVICE int pair_index(int row_block, int col_block) {
+  return row_block * (row_block + 1) / 2 + col_block;
 }
 
 /// One step of a butterfly over 2 * kHalf values: lanes split the values between them.
@@ -92,14 +96,16 @@ LOCKSTEP_DEVICE uint2 pack4(float a, float b, float c, float d) {
   return {pack_bf16(a, b), pack_bf16(c, d)};
 }
 
-/// Gram products of one (row block, column block) pair: 16 x 16 entries of k k^T and q k^T.
+/// Gram products of one (row block, column block) pair: 16 x 16 entries of k k^T and q k^T. The column
+/// operand gets the pair's power of two on the way.
 LOCKSTEP_DEVICE void gram_pair(
     float (&kk)[2][4], float (&qk)[2][4], uint32_t shared, int row_block, int col_block, int lane) {
   const uint32_t row = row_block * kSub + (lane & 15);
-  const uint32_t column = (lane & 7) + ((lane >> 4) << 3);
+  const uint32_t column = col_block * kSub + (lane & 7) + ((lane >> 4) << 3);
   const uint32_t rows_at = shared + slab_offset(row, lane >> 4);
-  const uint32_t columns_at =
-      shared + column_block(row_block, col_block) + slab_offset(column, (lane >> 3) & 1);
+  const uint32_t columns_at = shared + kColumns + slab_offset(column, (lane >> 3) & 1);
+  const uint32_t factors_at =
+      shared + kFactors + pair_index(row_block, col_block) * (kDim * 2) + (lane & 3) * 4;
 #pragma unroll
   for (int n = 0; n < 2; ++n)
 #pragma unroll
@@ -112,7 +118,13 @@ LOCKSTEP_DEVICE void gram_pair(
     uint32_t a_k[4], a_q[4], b[4];
     load_matrix4(a_k, at + kRowK);
     load_matrix4(a_q, at + kRowQ);
-    load_matrix4(b, (columns_at ^ (piece << 4)) + slab * 2048);
+    load_matrix4(b, (columns_at ^ (piece << 4)) + slab * kSlab);
+    const uint32_t low = load_shared4(factors_at + step * 32);
+    const uint32_t high = load_shared4(factors_at + step * 32 + 16);
+    b[0] = multiply_bf16(b[0], low);
+    b[1] = multiply_bf16(b[1], high);
+    b[2] = multiply_bf16(b[2], low);
+    b[3] = multiply_bf16(b[3], high);
     mma_bf16(kk[0], a_k, b[0], b[1]);
     mma_bf16(qk[0], a_q, b[0], b[1]);
     mma_bf16(kk[1], a_k, b[2], b[3]);
@@ -300,13 +312,13 @@ LOCKSTEP_DEVICE ChunkInfo load_chunk_info(const Params& p, int chunk, int zero) 
 
 /// Byte offset of the chunk's first row of this head in q, k, v and f.
 LOCKSTEP_DEVICE int64_t chunk_origin(const Params& p, const ChunkInfo& info, int head) {
-  return (info.first_token * p.heads + head) * (kDim * 2);
+  return (info.first_token * p.row_heads + head) * (kDim * 2);
 }
 
 LOCKSTEP_DEVICE void load_rows(
     RawRows& raw, const Params& p, const ChunkInfo& info, int head, int thread) {
   const int warp = thread >> 5, lane = thread & 31;
-  const uint32_t row_bytes = p.heads * (kDim * 2);
+  const uint32_t row_bytes = p.row_heads * (kDim * 2);
   const int64_t origin = chunk_origin(p, info, head) + 8 * warp * int64_t{row_bytes} + 8 * lane;
   const char* k = reinterpret_cast<const char*>(p.k) + origin;
   const char* q = reinterpret_cast<const char*>(p.q) + origin;
@@ -321,7 +333,7 @@ LOCKSTEP_DEVICE void load_rows(
     q += row_bytes;
   }
   raw.beta_logit = thread < info.length
-                       ? __ldg(p.beta_logit + (info.first_token + thread) * p.heads + head)
+                       ? __ldg(p.beta_logit + (info.first_token + thread) * p.row_heads + head)
                        : uint16_t{0};
 }
 
@@ -329,7 +341,7 @@ LOCKSTEP_DEVICE void load_rows(
 /// become zero.
 LOCKSTEP_DEVICE void load_gate(
     uint32_t shared, const Params& p, const ChunkInfo& info, int head, int warp, int lane) {
-  const uint32_t row_bytes = p.heads * (kDim * 2);
+  const uint32_t row_bytes = p.row_heads * (kDim * 2);
   const char* f = reinterpret_cast<const char*>(p.f) + chunk_origin(p, info, head) + (lane & 15) * 16;
   const uint32_t to = shared + kGate + (8 * warp + (lane >> 4)) * 256 + (lane & 15) * 16;
 #pragma unroll
@@ -344,7 +356,7 @@ LOCKSTEP_DEVICE void load_gate(
 /// v of a chunk straight into shared memory, zero rows behind its end.
 LOCKSTEP_DEVICE void load_value(
     uint32_t shared, const Params& p, const ChunkInfo& info, int head, int thread) {
-  const uint32_t row_bytes = p.heads * (kDim * 2);
+  const uint32_t row_bytes = p.row_heads * (kDim * 2);
   const uint32_t piece = thread & 15, first_row = thread >> 4;
   const char* v = reinterpret_cast<const char*>(p.v) + chunk_origin(p, info, head) + piece * 16;
   const uint32_t to =
@@ -414,159 +426,158 @@ LOCKSTEP_DEVICE void accumulate_gate(
       make_float4(sum[0], sum[1], sum[2], sum[3]);
 }
 
-/// Per-channel constants of one 16-row block, for a thread's four channels.
-struct Anchors {
-  float row[4];       // b_i - A_I without the thread's own running sum
-  float column[4];    // A_{I+1} - A_I
-  float end[4];       // exp2(b_C - A_{I+1})
-  float chunk_sum[4]; // b_C
-  uint32_t start[2];  // 2^(A_I), packed bf16
-  uint32_t factor[3][2];  // 2^(A_I - A_{I+1}), 2^(A_{I+2} - A_{I+1}), 2^(A_{I+3} - A_{I+1})
-};
+/// Adding it to a float of moderate size leaves the nearest integer in the low mantissa bits.
+constexpr float kRound = 12582912.0f;  // 1.5 * 2^23
 
-/// Packed bf16 powers of two; exponents below the format's range give zero.
-LOCKSTEP_DEVICE uint32_t pack_powers(int low, int high) {
-  return static_cast<uint32_t>((max(low, -127) + 127) << 7 | (max(high, -127) + 127) << 23);
-}
-
-/// The block is a run-time value on purpose: one copy of this code for all warps, because the
-/// instruction cache is the scarcest resource here.
-LOCKSTEP_DEVICE Anchors
-find_anchors(const unsigned char* base, int block, bool second_half, int lane) {
-  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: a sum with it holds the nearest integer
-  Anchors a;
-  int now[4] = {}, target[4][4] = {};  // exponents A_I, and A_{I+1} .. A_{I+3} in target[1..3]
-  float sum[4] = {};
-#pragma unroll
-  for (int c = 0; c < 4; ++c) a.row[c] = 0.0f;
+/// One thread per channel: P_I, the pairs' powers of two, and exp(b_C) for the record.
+LOCKSTEP_DEVICE void find_anchors(unsigned char* base, unsigned char* out, int channel) {
+  const float* totals = reinterpret_cast<const float*>(base + kTotals) + channel;
+  float* prefix = reinterpret_cast<float*>(base + kPrefix) + channel;
+  int exponent[5];
+  float sum = 0.0f;
+  exponent[0] = 0x4b400000;
+  prefix[0] = 0.0f;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const float4* totals = reinterpret_cast<const float4*>(base + kTotals) + 2 * i * 32 + lane;
-    const float4 first4 = totals[0], second4 = totals[32];
-    const float first[4] = {first4.x, first4.y, first4.z, first4.w};
-    const float second[4] = {second4.x, second4.y, second4.z, second4.w};
-#pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      if (i == block) a.row[c] = sum[c] + (second_half ? first[c] : 0.0f);
-      sum[c] += first[c] + second[c];
-      const int exponent = __float_as_int(sum[c] + kRound) - 0x4b400000;
-      if (i < block) now[c] = exponent;
-#pragma unroll
-      for (int d = 1; d < 4; ++d)
-        if (i + 1 == block + d) target[d][c] = exponent;
-    }
+    sum += totals[2 * i * kDim] + totals[(2 * i + 1) * kDim];
+    prefix[(i + 1) * kDim] = sum;
+    exponent[i + 1] = __float_as_int(sum + kRound);
   }
+  uint16_t* factor = reinterpret_cast<uint16_t*>(base + kFactors) + channel;
 #pragma unroll
-  for (int c = 0; c < 4; ++c) {
-    a.chunk_sum[c] = sum[c];
-    a.row[c] -= static_cast<float>(now[c]);
-    a.column[c] = static_cast<float>(target[1][c] - now[c]);
-    a.end[c] = exp2_approx(sum[c] - static_cast<float>(target[1][c]));
-  }
+  for (int i = 0; i < 4; ++i)
 #pragma unroll
-  for (int c = 0; c < 4; c += 2) {
-    a.start[c / 2] = pack_powers(now[c], now[c + 1]);
-    a.factor[0][c / 2] = pack_powers(now[c] - target[1][c], now[c + 1] - target[1][c + 1]);
-#pragma unroll
-    for (int d = 2; d < 4; ++d)
-      a.factor[d - 1][c / 2] =
-          pack_powers(target[d][c] - target[1][c], target[d][c + 1] - target[1][c + 1]);
-  }
-  return a;
+    for (int j = 0; j <= i; ++j)
+      factor[(i * (i + 1) / 2 + j) * kDim] =
+          static_cast<uint16_t>((max(exponent[i] - exponent[j + 1], -127) + 127) << 7);
+  reinterpret_cast<float*>(out + kTileDecay)[channel] = exp2_approx(sum);
 }
 
-/// Decayed operands of this thread's eight rows: Gram operands and K~ to shared memory, Q~, K- and
-/// exp(b_C) to the record.
+/// Decayed operands of this thread's eight rows: Gram operands and K~ to shared memory, Q~ and K- to
+/// the record. One copy of this code for all warps, the block being a run-time value: the instruction
+/// cache is scarce here.
 LOCKSTEP_DEVICE void write_operands(const RawRows& raw,
                                     const float (&b)[8][4],
                                     unsigned char* base,
                                     unsigned char* out,
                                     int warp,
                                     int lane) {
-  const int block = warp >> 1;
-  const Anchors a = find_anchors(base, block, (warp & 1) != 0, lane);
-  if (warp == 0)
-    *reinterpret_cast<float4*>(out + kTileDecay + 16 * lane) =
-        make_float4(exp2_approx(a.chunk_sum[0]),
-                    exp2_approx(a.chunk_sum[1]),
-                    exp2_approx(a.chunk_sum[2]),
-                    exp2_approx(a.chunk_sum[3]));
-  const uint32_t shared = smem_address(base);
-  const uint32_t slab = lane >> 4, byte = (lane & 15) * 8;  // swizzled below: row & 7 is r
-  const uint32_t rows_at = shared + slab * kSlab + warp * 1024 + byte;
-  const uint32_t columns_at = shared + slab * 2048 + (warp & 1) * 1024 + byte;
-  const uint32_t out_at = slab * kSlab + warp * 1024 + byte;
-  uint32_t column_at[4];
+  float row[4], column[4], end[4];  // b_i - A_I less the own sum; A_{I+1} - A_I; exp2(b_C - A_{I+1})
+  uint32_t start[2];                // 2^(A_I), packed bf16
+  {
+    const float4* prefix = reinterpret_cast<const float4*>(base + kPrefix) + lane;
+    const float4 now4 = prefix[(warp >> 1) * 32], next4 = prefix[((warp >> 1) + 1) * 32];
+    const float4 all4 = prefix[4 * 32];
+    float4 half4 = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (warp & 1) half4 = (reinterpret_cast<const float4*>(base + kTotals) + lane)[(warp - 1) * 32];
+    const float now[4] = {now4.x, now4.y, now4.z, now4.w};
+    const float next[4] = {next4.x, next4.y, next4.z, next4.w};
+    const float all[4] = {all4.x, all4.y, all4.z, all4.w};
+    const float half[4] = {half4.x, half4.y, half4.z, half4.w};
+    int exponent[4];
 #pragma unroll
-  for (int d = 0; d < 4; ++d) column_at[d] = columns_at + column_block(block + d, block);
+    for (int c = 0; c < 4; ++c) {
+      const float anchor = (now[c] + kRound) - kRound, anchor_next = (next[c] + kRound) - kRound;
+      row[c] = now[c] - anchor + half[c];
+      column[c] = anchor_next - anchor;
+      end[c] = exp2_approx(all[c] - anchor_next);
+      exponent[c] = max(__float_as_int(now[c] + kRound) - 0x4b400000, -127) + 127;
+    }
+    start[0] = static_cast<uint32_t>(exponent[0] << 7 | exponent[1] << 23);
+    start[1] = static_cast<uint32_t>(exponent[2] << 7 | exponent[3] << 23);
+  }
+  // Swizzle: row & 7 is r, so piece ^ r is an exclusive or on address bits 4-6.
+  const uint32_t offset = (lane >> 4) * kSlab + warp * 1024 + (lane & 15) * 8;
+  const uint32_t rows_at = smem_address(base) + offset;
 #pragma unroll
   for (int r = 0; r < 8; ++r) {
     const uint32_t at = (rows_at ^ (r << 4)) + r * 128;
-    unsigned char* const out_row = out + (out_at ^ (r << 4)) + r * 128;
+    unsigned char* const out_row = out + (offset ^ (r << 4)) + r * 128;
     float k[4], q[4], row_k[4], row_q[4], col_k[4];
     unpack4(k, raw.k[r]);
     unpack4(q, raw.q[r]);
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
-      const float exponent = a.row[c] + b[r][c];
+      const float exponent = row[c] + b[r][c];
       const float from_start = exp2_approx(exponent);
       row_k[c] = k[c] * from_start;
-      row_q[c] = q[c] * (from_start * 0.08838834764831845f);
-      col_k[c] = k[c] * exp2_approx(a.column[c] - exponent);
+      row_q[c] = q[c] * from_start;
+      col_k[c] = k[c] * exp2_approx(column[c] - exponent);
     }
     const uint2 rows_k = pack4(row_k[0], row_k[1], row_k[2], row_k[3]);
     const uint2 rows_q = pack4(row_q[0], row_q[1], row_q[2], row_q[3]);
     const uint2 cols_k = pack4(col_k[0], col_k[1], col_k[2], col_k[3]);
     store_shared(at + kRowK, rows_k.x, rows_k.y);
     store_shared(at + kRowQ, rows_q.x, rows_q.y);
-    store_shared(at + kDecayedK,
-                 multiply_bf16(rows_k.x, a.start[0]),
-                 multiply_bf16(rows_k.y, a.start[1]));
+    store_shared(at + kColumns, cols_k.x, cols_k.y);
+    store_shared(
+        at + kDecayedK, multiply_bf16(rows_k.x, start[0]), multiply_bf16(rows_k.y, start[1]));
     *reinterpret_cast<uint2*>(out_row + kTileQ) =
-        uint2{multiply_bf16(rows_q.x, a.start[0]), multiply_bf16(rows_q.y, a.start[1])};
-    *reinterpret_cast<uint2*>(out_row + kTileK) = pack4(
-        col_k[0] * a.end[0], col_k[1] * a.end[1], col_k[2] * a.end[2], col_k[3] * a.end[3]);
-    store_shared((column_at[0] ^ (r << 4)) + r * 128,
-                 multiply_bf16(cols_k.x, a.factor[0][0]),
-                 multiply_bf16(cols_k.y, a.factor[0][1]));
-    if (block < 3) store_shared((column_at[1] ^ (r << 4)) + r * 128, cols_k.x, cols_k.y);
-#pragma unroll
-    for (int d = 2; d < 4; ++d)
-      if (block + d < 4)
-        store_shared((column_at[d] ^ (r << 4)) + r * 128,
-                     multiply_bf16(cols_k.x, a.factor[d - 1][0]),
-                     multiply_bf16(cols_k.y, a.factor[d - 1][1]));
+        uint2{multiply_bf16(rows_q.x, start[0]), multiply_bf16(rows_q.y, start[1])};
+    *reinterpret_cast<uint2*>(out_row + kTileK) =
+        pack4(col_k[0] * end[0], col_k[1] * end[1], col_k[2] * end[2], col_k[3] * end[3]);
   }
 }
 
-/// A group's share of all items: `worker`, `worker + workers`, ... in chunk-major order. With a ring, a
-/// record is published once its bulk stores have completed, and a slot is written only after the chain
-/// has copied what it held. An item waits only for a chain that waits only for earlier items, so the
-/// launch cannot lock up while all blocks are resident.
+/// One warp beside the group: moves W, U and M of each item to the record, publishes the record once
+/// everything in it is visible, and holds the group back while the next item's slot is in use.
+LOCKSTEP_DEVICE void publish_items(
+    const Params& p, int chunks, uint32_t shared, int worker, int workers, int lane) {
+  const int chunk_step = workers / p.heads, head_step = workers % p.heads;
+  int chunk = worker / p.heads, head = worker % p.heads;
+  while (chunk < chunks) {
+    if (lane == 0) {
+      const int needed = chunk + 1 - p.ring;
+      while (load_acquire(p.consumed + 2 * head) < needed) __nanosleep(32);
+      while (load_acquire(p.consumed + 2 * head + 1) < needed) __nanosleep(32);
+    }
+    __syncwarp();
+    named_barrier_arrive(kGoBarrier, kPublishThreads);
+    named_barrier(kWrittenBarrier, kPublishThreads);
+    if (lane == 0) {
+      unsigned char* const out = record(p, chunk, head);
+      bulk_store(out + kTileW, shared + kRowK, kTile);
+      bulk_store(out + kTileU, shared + kRowQ, kTile);
+      bulk_store(out + kTileM, shared + kScores, kSlab);
+      bulk_commit();
+      bulk_wait_all();
+      fence_async_all();
+      store_release(p.ready + head * p.ring + chunk % p.ring, chunk + 1);
+    }
+    __syncwarp();
+    chunk += chunk_step;
+    head += head_step;
+    if (head >= p.heads) {
+      head -= p.heads;
+      ++chunk;
+    }
+  }
+}
+
+/// The group's share of all items: `worker`, `worker + workers`, ... in chunk-major order. An item waits
+/// only for chains that wait only for earlier items, so the launch cannot lock up while all blocks are
+/// resident.
 LOCKSTEP_DEVICE void prepare_items(
-    const Params& p, unsigned char* base, int barrier, int worker, int workers, int initial_thread) {
-  const int chunks = p.chunk_begin[p.documents];
+    const Params& p, int chunks, unsigned char* base, int worker, int workers, int thread) {
   const int chunk_step = workers / p.heads, head_step = workers % p.heads;
   int chunk = worker / p.heads, head = worker % p.heads;
   if (chunk >= chunks) return;
   const uint32_t shared = smem_address(base);
+  const int warp = thread >> 5, lane = thread & 31;
   float* const beta = reinterpret_cast<float*>(base + kBeta);
   RawRows raw;
   ChunkInfo info = load_chunk_info(p, chunk, 0);
-  load_rows(raw, p, info, head, initial_thread);
-  load_gate(shared, p, info, head, initial_thread >> 5, initial_thread & 31);
-  load_value(shared, p, info, head, initial_thread);
-  int previous_chunk = -1, previous_head = 0;  // whose bulk stores may still be under way
-  const auto publish = [&] {
-    bulk_wait_all();
-    if (p.ring > 0 && previous_chunk >= 0) {
-      fence_async_all();
-      store_release(p.ready + previous_head * p.ring + previous_chunk % p.ring, previous_chunk + 1);
-    }
-  };
+  load_rows(raw, p, info, head, thread);
+  load_gate(shared, p, info, head, warp, lane);
+  load_value(shared, p, info, head, thread);
+  // Blocks of P and M above the diagonal stay zero: 6 blocks of 16 rows x two 16-byte pieces.
+  const int zero_row_block = warp < 3 ? 0 : warp < 5 ? 1 : 2;
+  const int zero_col_block = warp < 3 ? warp + 1 : warp < 5 ? warp - 1 : 3;
+  const uint32_t zero_at =
+      shared + slab_offset(zero_row_block * kSub + (lane >> 1), zero_col_block * 2 + (lane & 1));
+  if (warp < 6) store_shared_zero16(zero_at + kScores);
 
   while (chunk < chunks) {
-    const int thread = opaque(initial_thread), warp = thread >> 5, lane = thread & 31;
     int next_chunk = chunk + chunk_step, next_head = head + head_step;
     if (next_head >= p.heads) {
       next_head -= p.heads;
@@ -574,7 +585,7 @@ LOCKSTEP_DEVICE void prepare_items(
     }
     const bool more = next_chunk < chunks;
     const int length = info.length;
-    if (more) info = load_chunk_info(p, next_chunk, opaque(0));
+    if (more) info = load_chunk_info(p, next_chunk, lane * p.zero);
     unsigned char* const out = record(p, chunk, head);
 
     const float4 bias = __ldg(reinterpret_cast<const float4*>(p.dt_bias + head * kDim + 4 * lane));
@@ -584,29 +595,27 @@ LOCKSTEP_DEVICE void prepare_items(
           thread < length
               ? 1.0f / (1.0f + __expf(-__uint_as_float(uint32_t{raw.beta_logit} << 16)))
               : 0.0f;
-    normalize(raw, base, warp, lane);
     copy_wait<1>();  // f; v may still be on its way
     __syncwarp();
     float b[8][4];
     accumulate_gate(b, bias, a_log, p.decay_scale, length, base, warp, lane);
-    if (thread == 0) {
-      publish();
-      if (p.ring > 0)
-        while (load_acquire(p.consumed + head) < chunk + 1 - p.ring) __nanosleep(32);
-    }
-    named_barrier(barrier, kPrepareThreads);
-
+    normalize(raw, base, warp, lane);
+    named_barrier(kGoBarrier, kPublishThreads);
+    if (thread < kDim) find_anchors(base, out, thread);
+    named_barrier(kGroupBarrier, kPrepareThreads);
     write_operands(raw, b, base, out, warp, lane);
     copy_wait<0>();
     fence_async_shared();  // K~ and v feed wgmma
-    named_barrier(barrier, kPrepareThreads);
+    named_barrier(kGroupBarrier, kPrepareThreads);
+    if (more) load_gate(shared, p, info, next_head, warp, lane);
+
     // Gram products. Warps 0-3 take the diagonal pairs and invert their own block, warps 4-7 the six
     // pairs below. L, M and P wait in registers until every warp is done with the operands.
     if (warp < 4) {
       float kk[2][4], qk[2][4], x[16];
       gram_pair(kk, qk, shared, warp, warp, lane);
       invert_diagonal(x, kk, base, beta, warp, lane);
-      named_barrier(barrier, kPrepareThreads);
+      named_barrier(kGroupBarrier, kPrepareThreads);
       store_pair<true>(kk, qk, shared, beta, warp, warp, lane);
       store_diagonal_solve(x, base, beta, warp, lane);
     } else {
@@ -614,25 +623,16 @@ LOCKSTEP_DEVICE void prepare_items(
       const int row_block = warp < 6 ? warp - 3 : 3, col_block = warp < 6 ? 0 : warp - 6;
       gram_pair(kk[0], qk[0], shared, row_block, col_block, lane);
       if (warp < 6) gram_pair(kk[1], qk[1], shared, warp - 2, warp - 3, lane);
-      named_barrier(barrier, kPrepareThreads);
+      named_barrier(kGroupBarrier, kPrepareThreads);
       store_pair<false>(kk[0], qk[0], shared, beta, row_block, col_block, lane);
       if (warp < 6) store_pair<false>(kk[1], qk[1], shared, beta, warp - 2, warp - 3, lane);
     }
-    // Blocks of P and M above the diagonal: 6 blocks of 16 rows x two 16-byte pieces.
-    if (thread >= 64) {
-      const int which = warp - 2, row = lane >> 1, half = lane & 1;
-      const int row_block = which < 3 ? 0 : which < 5 ? 1 : 2;
-      const int col_block = which < 3 ? which + 1 : which < 5 ? which - 1 : 3;
-      const uint32_t at = shared + slab_offset(row_block * kSub + row, col_block * 2 + half);
-      store_shared_zero16(at + kSolve);
-      store_shared_zero16(at + kScores);
-    }
-    if (more) load_gate(shared, p, info, next_head, warp, lane);
-    named_barrier(barrier, kPrepareThreads);
+    if (warp < 6) store_shared_zero16(zero_at + kSolve);
+    named_barrier(kGroupBarrier, kPrepareThreads);
     if (warp < 4) solve_block_column(shared, beta, warp, lane);
     if (more) load_rows(raw, p, info, next_head, thread);
     fence_async_shared();
-    named_barrier(barrier, kPrepareThreads);
+    named_barrier(kGroupBarrier, kPrepareThreads);
 
     if (warp < 4) {
       multiply_by_solve(shared, kDecayedK, kRowK, thread);
@@ -640,20 +640,13 @@ LOCKSTEP_DEVICE void prepare_items(
       multiply_by_solve(shared, kValue, kRowQ, thread - 128);
     }
     fence_async_shared();
-    named_barrier(barrier, kPrepareThreads);
-    if (thread == 0) {
-      bulk_store(out + kTileW, shared + kRowK, kTile);
-      bulk_store(out + kTileU, shared + kRowQ, kTile);
-      bulk_store(out + kTileM, shared + kScores, kSlab);
-      bulk_commit();
-    }
+    named_barrier_arrive(kWrittenBarrier, kPublishThreads);
+    // Warps 4-7 alone read v, and a warpgroup's products are complete in all its warps only together.
+    named_barrier(kGroupBarrier, kPrepareThreads);
     if (more) load_value(shared, p, info, next_head, thread);
-    previous_chunk = chunk;
-    previous_head = head;
     chunk = next_chunk;
     head = next_head;
   }
-  if (initial_thread == 0) publish();
 }
 
 }  // namespace lockstep::model::kda

@@ -16,17 +16,14 @@ constexpr int kDim = 128;      // K = V
 constexpr int kSlab = 8192;    // bytes of 64 rows x 64 bf16, rows of 128 bytes, 128-byte swizzle
 constexpr int kTile = 2 * kSlab;  // 64 x 128: channels 0-63, then 64-127
 
-// Record of one (chunk, head): two parts, in the order in which the chain needs them.
+// Record of one (chunk, head), in the order in which the chain needs the tiles.
 constexpr int kTileW = 0;                    // W = P K~              [64 tokens, 128 K]
 constexpr int kTileU = kTileW + kTile;       // U = P V               [64 tokens, 128 V]
-constexpr int kTileQ = kTileU + kTile;       // Q~ = s q exp(b)       [64 tokens, 128 K]
+constexpr int kTileQ = kTileU + kTile;       // Q~ = q exp(b)         [64 tokens, 128 K]
 constexpr int kTileK = kTileQ + kTile;       // K- = k exp(b_C - b)   [64 tokens, 128 K]
 constexpr int kTileM = kTileK + kTile;       // M                     [64 tokens, 64 tokens]
 constexpr int kTileDecay = kTileM + kSlab;   // exp(b_C)              [128] fp32
 constexpr int kTileBytes = kTileDecay + 512;
-constexpr int kPartA = kTileQ;               // bytes of W and U
-constexpr int kPartB = kTileBytes - kPartA;  // bytes of the rest
-constexpr int kStageBytes = (kTileBytes + 1023) / 1024 * 1024;  // in shared memory
 static_assert(kTileBytes % 128 == 0, "records keep cache lines whole");
 
 /// Byte of 16-byte piece `piece` (0-7) of row `row` in a slab of 128-byte rows.
@@ -42,11 +39,11 @@ struct ChunkInfo {
 };
 
 struct Params {
-  int64_t tokens;
   int64_t documents;
-  int64_t chunks_bound;
-  int heads;
-  int ring;  // slots per head of the tile ring; 0: one record per (chunk, head)
+  int heads;      // of this launch
+  int row_heads;  // of a token's row in q, k, v, f, o, beta_logit and of a document's states
+  int ring;  // slots per head of the tile ring
+  int zero;  // 0, which the compiler does not know
   float decay_scale;  // lower bound * log2(e)
   const uint16_t* q;
   const uint16_t* k;
@@ -64,12 +61,11 @@ struct Params {
   ChunkInfo* chunks;
   int* chunk_begin;  // [documents + 1], first chunk of each document
   int* ready;        // [heads, ring]: 1 + chunk whose record the slot holds
-  int* consumed;     // [heads]: chunks whose record the chain has copied
+  int* consumed;     // [heads, 2]: chunks whose record the chain of a V half has copied
 };
 
-LOCKSTEP_DEVICE unsigned char* record(const Params& p, int64_t chunk, int head) {
-  const int64_t slot = p.ring > 0 ? chunk % p.ring : chunk;
-  return p.tiles + (slot * p.heads + head) * int64_t{kTileBytes};
+LOCKSTEP_DEVICE unsigned char* record(const Params& p, int chunk, int head) {
+  return p.tiles + (chunk % p.ring * p.heads + head) * int64_t{kTileBytes};
 }
 
 }  // namespace lockstep::model::kda

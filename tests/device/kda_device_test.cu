@@ -3,7 +3,7 @@
 //   kda_device_test time OUT.json      timings, and errors of the timed shapes on two heads
 //   kda_device_test quick OUT.json     timings only
 //   kda_device_test small OUT.json     a few small shapes once, for compute-sanitizer
-//   kda_device_test profile OUT.json   two calls of each schedule, for a profiler
+//   kda_device_test profile OUT.json   two calls at 8192 tokens, for a profiler
 // Exit code 0 only if every check passed.
 
 #include <cuda_bf16.h>
@@ -24,7 +24,6 @@ namespace lockstep::device_test {
 namespace {
 
 using model::KdaForwardArgs;
-using model::KdaSchedule;
 constexpr int kD = 128;
 constexpr double kErrorBound = 8e-3;  // relative Frobenius, bf16 operands
 
@@ -165,7 +164,7 @@ class Inputs {
   std::vector<int64_t> bounds;
 };
 
-KdaForwardArgs arguments(const Inputs& in, KdaSchedule schedule) {
+KdaForwardArgs arguments(const Inputs& in) {
   KdaForwardArgs a;
   a.tokens = in.tokens;
   a.documents = in.documents;
@@ -179,7 +178,6 @@ KdaForwardArgs arguments(const Inputs& in, KdaSchedule schedule) {
   a.dt_bias_HK = in.dt_bias.get();
   a.cu_seqlens = in.cu.get();
   a.initial_state_NHKV = in.state.count() > 0 ? in.state.get() : nullptr;
-  a.schedule = schedule;
   return a;
 }
 
@@ -200,7 +198,7 @@ Output run(KdaForwardArgs a, const std::string& name) {
   DeviceArray<uint16_t> o(o_count + kGuard);
   DeviceArray<float> state(state_count + kGuard);
   const size_t bytes =
-      model::kda_forward_workspace_bytes(a.tokens, a.documents, a.heads, a.schedule);
+      model::kda_forward_workspace_bytes(a.tokens, a.documents, a.heads);
   DeviceArray<unsigned char> workspace(bytes + kGuard);
   o.fill_bytes(0xff);
   state.fill_bytes(0xff);
@@ -315,8 +313,6 @@ std::pair<Error, Error> errors(const Inputs& in, const Output& out, const std::v
   return {o.result(), state.result()};
 }
 
-const char* schedule_name(KdaSchedule s) { return s == KdaSchedule::kFused ? "fused" : "two_pass"; }
-
 std::string error_fields(const std::pair<Error, Error>& e) {
   char text[320];
   std::snprintf(text, sizeof text,
@@ -331,37 +327,28 @@ void check_problem(const Problem& p, int repeats) {
   const Inputs in(p);
   std::vector<int> heads;
   for (int h = 0; h < p.heads; h += std::max(1, p.heads / 4)) heads.push_back(h);
-  Output first;
-  for (const KdaSchedule schedule : {KdaSchedule::kTwoPass, KdaSchedule::kFused}) {
-    const std::string name = p.name + " " + schedule_name(schedule);
-    const Output out = run(arguments(in, schedule), name);
-    if (schedule == KdaSchedule::kTwoPass) {
-      first = out;
-      const auto e = errors(in, out, heads);
-      const bool good = e.first.frobenius <= kErrorBound && e.second.frobenius <= kErrorBound &&
-                        e.first.not_finite + e.second.not_finite == 0;
-      expect(good, name + ": error against float64");
-      std::printf("%-44s o %.2e (max %.2e)  state %.2e (max %.2e)%s\n", p.name.c_str(),
-                  e.first.frobenius, e.first.largest, e.second.frobenius, e.second.largest,
-                  good ? "" : "  FAIL");
-      record("\"check\": \"" + p.name + "\", " + error_fields(e));
-    } else {
-      expect(out == first, name + ": schedules must give the same bytes");
-    }
-    for (int i = 0; i < repeats; ++i)
-      expect(run(arguments(in, schedule), name) == out, name + ": runs must give the same bytes");
-  }
+  const Output out = run(arguments(in), p.name);
+  const auto e = errors(in, out, heads);
+  const bool good = e.first.frobenius <= kErrorBound && e.second.frobenius <= kErrorBound &&
+                    e.first.not_finite + e.second.not_finite == 0;
+  expect(good, p.name + ": error against float64");
+  std::printf("%-44s o %.2e (max %.2e)  state %.2e (max %.2e)%s\n", p.name.c_str(),
+              e.first.frobenius, e.first.largest, e.second.frobenius, e.second.largest,
+              good ? "" : "  FAIL");
+  record("\"check\": \"" + p.name + "\", " + error_fields(e));
+  for (int i = 0; i < repeats; ++i)
+    expect(run(arguments(in), p.name) == out, p.name + ": runs must give the same bytes");
   std::fflush(stdout);
 }
 
 /// Each document of a packed batch must give the bytes it gives alone.
-void check_packing(KdaSchedule schedule) {
+void check_packing() {
   Problem p{"packed", {70, 0, 1, 129, 64, 15, 200}, 3};
   const Inputs in(p);
-  const Output packed = run(arguments(in, schedule), "packed");
+  const Output packed = run(arguments(in), "packed");
   for (int64_t d = 0; d < in.documents; ++d) {
     const int64_t first = in.bounds[d], rows = in.bounds[d + 1] - first;
-    KdaForwardArgs a = arguments(in, schedule);
+    KdaForwardArgs a = arguments(in);
     DeviceArray<int64_t> cu(2);
     cu.upload({0, rows});
     const size_t at = static_cast<size_t>(first) * in.heads * kD;
@@ -380,15 +367,14 @@ void check_packing(KdaSchedule schedule) {
     const bool same =
         std::equal(alone.o.begin(), alone.o.end(), packed.o.begin() + at) &&
         std::memcmp(alone.state.data(), packed.state.data() + state_at, alone.state.size() * 4) == 0;
-    expect(same, std::string(schedule_name(schedule)) + ": document " + std::to_string(d) +
-                     " packed and alone must give the same bytes");
+    expect(same, "document " + std::to_string(d) + " packed and alone must give the same bytes");
   }
 }
 
-void check_zero_state(KdaSchedule schedule) {
+void check_zero_state() {
   Problem p{"zero state", {130, 64}, 2};
   const Inputs in(p);
-  KdaForwardArgs a = arguments(in, schedule);
+  KdaForwardArgs a = arguments(in);
   DeviceArray<float> zeros(in.state.count());
   zeros.fill_bytes(0);
   a.initial_state_NHKV = zeros.get();
@@ -418,17 +404,15 @@ void check_all() {
   check_problem({"beta 1, gates near 0", long_documents, 2, Gate::kWeak, Key::kRandom, Beta::kOne}, 0);
   check_problem({"64 heads, 2000 tokens", {2000}, 64}, 3);
   check_problem({"64 heads, packed", {511, 0, 64, 1025, 1, 300}, 64}, 3);
-  for (const KdaSchedule s : {KdaSchedule::kTwoPass, KdaSchedule::kFused}) {
-    check_packing(s);
-    check_zero_state(s);
-  }
+  check_problem({"70 heads (two launches), 150 tokens", {150}, 70}, 1);
+  check_packing();
+  check_zero_state();
 }
 
-/// Two calls of each schedule at 8192 tokens, for a profiler.
+/// Two calls at 8192 tokens, for a profiler.
 void profile() {
   const Inputs in({"profile", {8192}, 64});
-  for (const KdaSchedule s : {KdaSchedule::kTwoPass, KdaSchedule::kFused})
-    for (int i = 0; i < 2; ++i) run(arguments(in, s), "profile");
+  for (int i = 0; i < 2; ++i) run(arguments(in), "profile");
 }
 
 void check_small() {
@@ -472,7 +456,8 @@ void time_all(bool with_errors) {
                                  {"32768", {32768}, 64},
                                  {"131072", {131072}, 64},
                                  {"32 x 1024", many, 64},
-                                 {"8192, 32 heads", {8192}, 32}};
+                                 {"8192, 32 heads", {8192}, 32},
+                                 {"8192, 8 heads", {8192}, 8}};
   for (const Row& row : rows) {
     Problem p{row.name, row.lengths, row.heads};
     p.state = false;
@@ -481,30 +466,28 @@ void time_all(bool with_errors) {
     const Inputs second(p);
     DeviceArray<uint16_t> o(first.elements());
     DeviceArray<float> state(first.documents * size_t{static_cast<size_t>(row.heads)} * kD * kD);
-    for (const KdaSchedule schedule : {KdaSchedule::kTwoPass, KdaSchedule::kFused}) {
-      const size_t bytes = model::kda_forward_workspace_bytes(first.tokens, first.documents,
-                                                              row.heads, schedule);
-      DeviceArray<unsigned char> workspace(bytes);
-      std::vector<KdaForwardArgs> sets = {arguments(first, schedule), arguments(second, schedule)};
-      for (auto& a : sets) {
-        a.o_THV = o.get();
-        a.final_state_NHKV = state.get();
-      }
-      const int count = first.tokens > 100000 ? 30 : 60;
-      const double ms = median_ms(sets, workspace.get(), bytes, count);
-      const double again = median_ms(sets, workspace.get(), bytes, count);
-      std::printf("T %-16s %-9s %8.4f ms, again %8.4f, workspace %.1f MB\n", row.name,
-                  schedule_name(schedule), ms, again, bytes * 1e-6);
-      char text[320];
-      std::snprintf(text, sizeof text,
-                    "\"time\": \"%s\", \"tokens\": %" PRId64 ", \"heads\": %d, \"schedule\": \"%s\", "
-                    "\"ms\": %.4f, \"ms_again\": %.4f, \"workspace_bytes\": %zu",
-                    row.name, first.tokens, row.heads, schedule_name(schedule), ms, again, bytes);
-      record(text);
-      std::fflush(stdout);
+    const size_t bytes =
+        model::kda_forward_workspace_bytes(first.tokens, first.documents, row.heads);
+    DeviceArray<unsigned char> workspace(bytes);
+    std::vector<KdaForwardArgs> sets = {arguments(first), arguments(second)};
+    for (auto& a : sets) {
+      a.o_THV = o.get();
+      a.final_state_NHKV = state.get();
     }
+    const int count = first.tokens > 100000 ? 30 : 60;
+    const double ms = median_ms(sets, workspace.get(), bytes, count);
+    const double again = median_ms(sets, workspace.get(), bytes, count);
+    std::printf("T %-16s %8.4f ms, again %8.4f, workspace %.1f MB\n", row.name, ms, again,
+                bytes * 1e-6);
+    char text[320];
+    std::snprintf(text, sizeof text,
+                  "\"time\": \"%s\", \"tokens\": %" PRId64 ", \"heads\": %d, "
+                  "\"ms\": %.4f, \"ms_again\": %.4f, \"workspace_bytes\": %zu",
+                  row.name, first.tokens, row.heads, ms, again, bytes);
+    record(text);
+    std::fflush(stdout);
     if (with_errors && row.lengths.size() == 1) {
-      Output out = run(arguments(first, KdaSchedule::kFused), row.name);
+      Output out = run(arguments(first), row.name);
       const auto e = errors(first, out, {0, row.heads - 1});
       expect(e.first.frobenius <= kErrorBound && e.first.not_finite == 0,
              std::string(row.name) + ": error against float64");
