@@ -92,8 +92,11 @@ LOCKSTEP_DEVICE void fence_barrier_init() {
 LOCKSTEP_DEVICE void fence_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
-/// The same for all address spaces, both directions.
-LOCKSTEP_DEVICE void fence_async_all() { asm volatile("fence.proxy.async;" ::: "memory"); }
+/// Global memory written by ordinary stores and seen by this thread, before bulk copies read it, and
+/// the other way round.
+LOCKSTEP_DEVICE void fence_async_global() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
 
 LOCKSTEP_DEVICE int load_acquire(const int* pointer) {
   int value;
@@ -102,6 +105,24 @@ LOCKSTEP_DEVICE int load_acquire(const int* pointer) {
 }
 LOCKSTEP_DEVICE void store_release(int* pointer, int value) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
+}
+
+/// Plain flag accesses that are ordered by something else (say so where they are used).
+LOCKSTEP_DEVICE int load_relaxed(const int* pointer) {
+  int value;
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(pointer) : "memory");
+  return value;
+}
+LOCKSTEP_DEVICE void store_relaxed(int* pointer, int value) {
+  asm volatile("st.relaxed.gpu.global.s32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
+}
+LOCKSTEP_DEVICE int load_acquire_shared(uint32_t address) {
+  int value;
+  asm volatile("ld.acquire.cta.shared.s32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  return value;
+}
+LOCKSTEP_DEVICE void store_release_shared(uint32_t address, int value) {
+  asm volatile("st.release.cta.shared.s32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 
 // ---- copies -----------------------------------------------------------------------------------
@@ -122,6 +143,10 @@ LOCKSTEP_DEVICE void bulk_store(void* destination, uint32_t source, uint32_t byt
                : "memory");
 }
 LOCKSTEP_DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+/// The sources of all committed stores have been read.
+LOCKSTEP_DEVICE void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
 LOCKSTEP_DEVICE void bulk_wait_all() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 /// 16 bytes to shared memory; zeros when `valid` is false (the source is then not read).
@@ -130,6 +155,9 @@ LOCKSTEP_DEVICE void copy16(uint32_t destination, const void* source, bool valid
                "l"(source),
                "r"(valid ? 16 : 0)
                : "memory");
+}
+LOCKSTEP_DEVICE void copy4(uint32_t destination, const void* source) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(destination), "l"(source) : "memory");
 }
 LOCKSTEP_DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kPending>

@@ -22,7 +22,8 @@ constexpr int kChainM = kChainK + kTile;
 constexpr int kChainDecay = kChainM + kSlab;
 constexpr int kChainOut = kChainDecay + 512;
 constexpr int kChainBarriers = kChainOut + 4 * kOutPatch;
-constexpr int kChainBytes = (kChainBarriers + 80 + 1023) / 1024 * 1024;
+constexpr int kChainSeen = kChainBarriers + 80;  // int: records known to be complete
+constexpr int kChainBytes = (kChainSeen + 4 + 1023) / 1024 * 1024;
 
 /// Shared-memory barriers: "full" is completed by the copies, "used" by the four warps.
 struct ChainBarriers {
@@ -50,25 +51,37 @@ LOCKSTEP_DEVICE void chain_init(uint32_t shared) {
   barrier_init(bar.used_k(), 4);
   barrier_init(bar.used_m(), 4);
   fence_barrier_init();
+  store_release_shared(shared + kChainSeen, 0);
 }
 
-/// One thread: copies the records of all chunks of `head` for V half `half`.
-LOCKSTEP_DEVICE void chain_produce(const Params& p, int head, int half, int chunks, uint32_t shared) {
+/// One thread: waits for each record of `head`, copies W and its half of U, up to two chunks ahead.
+LOCKSTEP_DEVICE void chain_fetch_ahead(
+    const Params& p, int head, int half, int chunks, uint32_t shared) {
   const ChainBarriers bar{shared + kChainBarriers};
   const int* const flags = p.ready + head * p.ring;
-  int* const consumed = p.consumed + 2 * head + half;
   int slot = 0;
   for (int chunk = 0; chunk < chunks; ++chunk) {
     const int stage = chunk & 1;
-    const uint32_t a_parity = ((chunk >> 1) & 1) ^ 1, parity = (chunk & 1) ^ 1;
     const unsigned char* const source = record(p, chunk, head);
-    while (load_acquire(flags + slot) != chunk + 1) __nanosleep(32);
-    fence_async_all();
-    barrier_wait(bar.used_a(stage), a_parity);
+    while (load_acquire(flags + slot) != chunk + 1) __nanosleep(20);
+    fence_async_global();
+    store_release_shared(shared + kChainSeen, chunk + 1);
+    barrier_wait(bar.used_a(stage), ((chunk >> 1) & 1) ^ 1);
     barrier_expect_bytes(bar.full_a(stage), kStageA);
     bulk_load(shared + kChainA + stage * kStageA, source + kTileW, kTile, bar.full_a(stage));
     bulk_load(shared + kChainA + stage * kStageA + kTile, source + kTileU + half * kSlab, kSlab,
               bar.full_a(stage));
+    if (++slot == p.ring) slot = 0;
+  }
+}
+
+/// Another thread: copies the other tiles, each as soon as its place is free.
+LOCKSTEP_DEVICE void chain_fetch(const Params& p, int head, int chunks, uint32_t shared) {
+  const ChainBarriers bar{shared + kChainBarriers};
+  for (int chunk = 0; chunk < chunks; ++chunk) {
+    const uint32_t parity = (chunk & 1) ^ 1;
+    const unsigned char* const source = record(p, chunk, head);
+    while (load_acquire_shared(shared + kChainSeen) <= chunk) __nanosleep(20);
     barrier_wait(bar.used_q(), parity);
     barrier_expect_bytes(bar.full_q(), kTile + 512);
     bulk_load(shared + kChainQ, source + kTileQ, kTile, bar.full_q());
@@ -77,11 +90,8 @@ LOCKSTEP_DEVICE void chain_produce(const Params& p, int head, int half, int chun
     barrier_expect_bytes(bar.full_k(), kTile);
     bulk_load(shared + kChainK, source + kTileK, kTile, bar.full_k());
     barrier_wait(bar.used_m(), parity);
-    // The previous chunk has been used, hence copied: its slot in the ring is free.
-    if (chunk > 0) store_release(consumed, chunk);
     barrier_expect_bytes(bar.full_m(), kSlab);
     bulk_load(shared + kChainM, source + kTileM, kSlab, bar.full_m());
-    if (++slot == p.ring) slot = 0;
   }
 }
 
@@ -185,15 +195,6 @@ LOCKSTEP_DEVICE void chain_consume(
 
         // Meanwhile: the previous chunk's output goes out, the state decays.
         store_output(ob, patch, out, row_stride, pending, lane);
-        const float* decay = reinterpret_cast<const float*>(base + kChainDecay);
-#pragma unroll
-        for (int j = 0; j < 16; ++j) {
-          const float2 factor = *reinterpret_cast<const float2*>(decay + 8 * j + 2 * t);
-          s[4 * j] *= factor.x;
-          s[4 * j + 1] *= factor.y;
-          s[4 * j + 2] *= factor.x;
-          s[4 * j + 3] *= factor.y;
-        }
         pending = info.length;
         out = p.o + info.first_token * row_stride + int64_t{head} * kDim + column;
 
@@ -204,6 +205,16 @@ LOCKSTEP_DEVICE void chain_consume(
         for (int j = 0; j < 16; ++j) nb[j] = pack_bf16(n[2 * j], n[2 * j + 1]);
 
         // S = exp(b_C) S + K-^T N, then O += M N behind it
+        pin(s);
+        const float* decay = reinterpret_cast<const float*>(base + kChainDecay);
+#pragma unroll
+        for (int j = 0; j < 16; ++j) {
+          const float2 factor = *reinterpret_cast<const float2*>(decay + 8 * j + 2 * t);
+          s[4 * j] *= factor.x;
+          s[4 * j + 1] *= factor.y;
+          s[4 * j + 2] *= factor.x;
+          s[4 * j + 3] *= factor.y;
+        }
         const uint64_t kd = operand_outer_major(shared + kChainK, kSlab);
         const uint64_t m = operand_k_major(shared + kChainM);
         barrier_wait(bar.full_k(), parity);
@@ -212,6 +223,8 @@ LOCKSTEP_DEVICE void chain_consume(
         for (int k = 0; k < 4; ++k) wgmma_128_outer(s, nb + 4 * k, kd + k * 128);
         wgmma_commit();
         barrier_wait(bar.full_m(), parity);
+        // All of the record has been copied: no write is to be ordered, so a plain store frees the slot.
+        if (thread == 0) store_relaxed(p.consumed + 2 * head + half, chunk + 1);
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < 4; ++k) wgmma_64<1>(o, nb + 4 * k, m + k * 2, true);

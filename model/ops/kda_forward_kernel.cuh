@@ -65,14 +65,18 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(Params p) {
   for (int i = thread; i < p.heads * (p.ring + 2); i += kPlanThreads) p.ready[i] = 0;
 }
 
-/// One block per multiprocessor, all resident. Blocks below 2 * heads carry a chain (head, V half);
-/// all blocks prepare.
+/// One block per multiprocessor, all resident. Blocks below 2 * heads carry a chain (head, V half).
+/// Every head is prepared by the same number of blocks, its chains' own among them.
 __global__ void __launch_bounds__(kForwardThreads, 1) forward_kernel(Params p) {
   const int chunks = p.chunk_begin[p.documents];
   unsigned char* const chain_shared = dynamic_shared + kPrepareBytes;
   const int block = blockIdx.x, thread = threadIdx.x, role = thread >> 7;
-  const int head = block >> 1, half = block & 1;
-  const bool has_chain = head < p.heads;
+  const bool has_chain = block < 2 * p.heads;
+  const int head = has_chain ? block >> 1 : block % p.heads;
+  const int half = block & 1;
+  const int step = gridDim.x / p.heads;  // blocks that prepare one head
+  const int first = has_chain ? half : block / p.heads;
+  const int own_chunks = first < step ? chunks : 0;
   if (thread == 0 && has_chain) chain_init(smem_address(chain_shared));
   __syncthreads();
   if (role == 0) {
@@ -81,12 +85,13 @@ __global__ void __launch_bounds__(kForwardThreads, 1) forward_kernel(Params p) {
   } else if (role == 3) {
     fewer_registers<32>();
     if (thread == 384 && has_chain)
-      chain_produce(p, head, half, chunks, smem_address(chain_shared));
+      chain_fetch_ahead(p, head, half, chunks, smem_address(chain_shared));
+    if (thread == 448 && has_chain) chain_fetch(p, head, chunks, smem_address(chain_shared));
     if (thread >= 416 && thread < 448)
-      publish_items(p, chunks, smem_address(dynamic_shared), block, gridDim.x, thread & 31);
+      publish_items(p, first, own_chunks, step, head, smem_address(dynamic_shared), thread & 31);
   } else {
     more_registers<136>();
-    prepare_items(p, chunks, dynamic_shared, block, gridDim.x, thread - 128);
+    prepare_items(p, first, own_chunks, step, head, dynamic_shared);
   }
 }
 

@@ -10,7 +10,9 @@ namespace {
 
 using kda::Params;
 
-constexpr int kRing = 6;  // slots per head: 29 MB of tiles for 64 heads, half of the L2
+/// Slots per head of the tile ring: 29 MB in all for 64 heads, so that tiles pass through L2 and are
+/// overwritten before they are ever written back; with fewer heads the slots go to those.
+int ring_slots(int heads) { return std::max(6, 384 / heads); }
 
 struct Device {
   cudaError_t error = cudaSuccess;
@@ -46,13 +48,13 @@ struct Layout {
 Layout workspace_layout(int64_t tokens, int64_t documents, int heads) {
   const auto round_up = [](size_t bytes) { return (bytes + 1023) / 1024 * 1024; };
   const auto bound = static_cast<size_t>(chunks_bound(tokens, documents));
-  const auto h = static_cast<size_t>(heads);
+  const auto h = static_cast<size_t>(heads), ring = static_cast<size_t>(ring_slots(heads));
   Layout l;
   l.tiles = 0;
-  l.chunks = kRing * h * kda::kTileBytes;
+  l.chunks = ring * h * kda::kTileBytes;
   l.chunk_begin = l.chunks + round_up(bound * sizeof(kda::ChunkInfo));
   l.flags = l.chunk_begin + round_up(static_cast<size_t>(documents + 1) * sizeof(int));
-  l.total = l.flags + round_up(h * (kRing + 2) * sizeof(int));
+  l.total = l.flags + round_up(h * (ring + 2) * sizeof(int));
   return l;
 }
 
@@ -116,7 +118,7 @@ KdaCudaResult kda_forward(const KdaForwardArgs& a,
     p.documents = a.documents;
     p.heads = std::min(a.heads - first, device.heads_per_launch());
     p.row_heads = a.heads;
-    p.ring = kRing;
+    p.ring = ring_slots(a.heads);
     p.decay_scale = static_cast<float>(static_cast<double>(a.lower_bound) * 1.4426950408889634);
     p.q = a.q_THK + channel;
     p.k = a.k_THK + channel;
@@ -133,7 +135,7 @@ KdaCudaResult kda_forward(const KdaForwardArgs& a,
     p.chunks = reinterpret_cast<kda::ChunkInfo*>(bytes + layout.chunks);
     p.chunk_begin = reinterpret_cast<int*>(bytes + layout.chunk_begin);
     p.ready = reinterpret_cast<int*>(bytes + layout.flags);
-    p.consumed = p.ready + p.heads * kRing;
+    p.consumed = p.ready + p.heads * p.ring;
     kda::plan_kernel<<<1, kda::kPlanThreads, 0, stream>>>(p);
     error = cudaGetLastError();
     void* arguments[] = {&p};

@@ -49,7 +49,8 @@ constexpr int kInverseRow = 48;               // bytes: 16 fp16 and padding
 constexpr int kInverseBlock = 16 * kInverseRow;
 constexpr int kBeta = kInverse + 4 * kInverseBlock;  // [64] fp32
 constexpr int kNorms = kBeta + kChunk * 4;    // [8 warps][16] fp32: 1/norm of k rows, then q rows
-constexpr int kPrepareBytes = (kNorms + 8 * 16 * 4 + 1023) / 1024 * 1024;
+constexpr int kBias = kNorms + 8 * 16 * 4;    // [128] fp32 dt_bias of the head, then -exp(A_log) log2(e)
+constexpr int kPrepareBytes = (kBias + kDim * 4 + 16 + 1023) / 1024 * 1024;
 
 LOCKSTEP_DEVICE int pair_index(int row_block, int col_block) {
   return row_block * (row_block + 1) / 2 + col_block;
@@ -110,7 +111,7 @@ LOCKSTEP_DEVICE void gram_pair(
   for (int n = 0; n < 2; ++n)
 #pragma unroll
     for (int e = 0; e < 4; ++e) kk[n][e] = qk[n][e] = 0.0f;
-#pragma unroll 4  // all eight at once would hold too many operands
+#pragma unroll 4
   for (int step = 0; step < 8; ++step) {
     // The swizzle is an exclusive or on address bits 4-6, so it composes with the step.
     const uint32_t slab = step >> 2, piece = (step & 3) * 2;
@@ -199,9 +200,12 @@ LOCKSTEP_DEVICE void invert_diagonal(float (&x)[16],
       if (j + 3 < i) sum1 = fmaf(-row.w, x[j + 3], sum1);
     }
     x[i] = sum0 + sum1;
+  }
+  // Stores last: between the rows they would hold back the loads of the following rows.
+#pragma unroll
+  for (int i = 0; i < 16; ++i)
     *reinterpret_cast<__half*>(base + kInverse + block * kInverseBlock + i * kInverseRow +
                                column * 2) = __float2half_rn(x[i]);
-  }
 }
 
 /// The diagonal block of P = T diag(beta), from the columns that invert_diagonal left in registers.
@@ -230,35 +234,44 @@ LOCKSTEP_DEVICE void solve_block_column(uint32_t shared, const float* beta, int 
   load_matrix4_transposed(z[0],
                           shared + kInverse + block * kInverseBlock +
                               (in + (matrix >> 1) * 8) * kInverseRow + (matrix & 1) * 16);
+  // All operands first: nothing of the chain of products below is needed to load them. Warps whose
+  // column is shorter compute along and do not store.
   const uint32_t n = in + (matrix >> 1) * 8, half = matrix & 1;
+  uint32_t lower[6][4], inverse[3][4];
 #pragma unroll
   for (int distance = 1; distance < 4; ++distance) {
-    const int row_block = block + distance;
-    if (row_block < 4) {
-      float sum[2][4] = {};
+    const int row_block = min(block + distance, 3);
 #pragma unroll
-      for (int k = 0; k < distance; ++k) {
-        uint32_t b[4];
-        load_matrix4(
-            b, shared + kLower + slab_offset(row_block * kSub + n, (block + k) * 2 + half));
-        mma_fp16(sum[0], z[k], b[0], b[1]);
-        mma_fp16(sum[1], z[k], b[2], b[3]);
-      }
-      const uint32_t a[4] = {pack_fp16(sum[0][0], sum[0][1]),
-                             pack_fp16(sum[0][2], sum[0][3]),
-                             pack_fp16(sum[1][0], sum[1][1]),
-                             pack_fp16(sum[1][2], sum[1][3])};
-      uint32_t b[4];
+    for (int k = 0; k < distance; ++k)
       load_matrix4(
-          b, shared + kInverse + row_block * kInverseBlock + n * kInverseRow + half * 16);
-      float t[2][4] = {};
-      mma_fp16(t[0], a, b[0], b[1]);
-      mma_fp16(t[1], a, b[2], b[3]);
-      z[distance][0] = pack_fp16(-t[0][0], -t[0][1]);
-      z[distance][1] = pack_fp16(-t[0][2], -t[0][3]);
-      z[distance][2] = pack_fp16(-t[1][0], -t[1][1]);
-      z[distance][3] = pack_fp16(-t[1][2], -t[1][3]);
-      const uint32_t row = row_block * kSub + 8 * (matrix >> 1) + in;
+          lower[distance * (distance - 1) / 2 + k],
+          shared + kLower + slab_offset(row_block * kSub + n, min(block + k, 3) * 2 + half));
+    load_matrix4(inverse[distance - 1],
+                 shared + kInverse + row_block * kInverseBlock + n * kInverseRow + half * 16);
+  }
+#pragma unroll
+  for (int distance = 1; distance < 4; ++distance) {
+    float sum[2][4] = {};
+#pragma unroll
+    for (int k = 0; k < distance; ++k) {
+      const uint32_t* b = lower[distance * (distance - 1) / 2 + k];
+      mma_fp16(sum[0], z[k], b[0], b[1]);
+      mma_fp16(sum[1], z[k], b[2], b[3]);
+    }
+    const uint32_t a[4] = {pack_fp16(sum[0][0], sum[0][1]),
+                           pack_fp16(sum[0][2], sum[0][3]),
+                           pack_fp16(sum[1][0], sum[1][1]),
+                           pack_fp16(sum[1][2], sum[1][3])};
+    const uint32_t* b = inverse[distance - 1];
+    float t[2][4] = {};
+    mma_fp16(t[0], a, b[0], b[1]);
+    mma_fp16(t[1], a, b[2], b[3]);
+    z[distance][0] = pack_fp16(-t[0][0], -t[0][1]);
+    z[distance][1] = pack_fp16(-t[0][2], -t[0][3]);
+    z[distance][2] = pack_fp16(-t[1][0], -t[1][1]);
+    z[distance][3] = pack_fp16(-t[1][2], -t[1][3]);
+    if (block + distance < 4) {
+      const uint32_t row = (block + distance) * kSub + 8 * (matrix >> 1) + in;
       store_matrix4_transposed(shared + kSolve + slab_offset(row, block * 2 + (matrix & 1)),
                                pack_bf16(-t[0][0] * beta_low, -t[0][1] * beta_low),
                                pack_bf16(-t[0][2] * beta_high, -t[0][3] * beta_high),
@@ -291,6 +304,26 @@ LOCKSTEP_DEVICE void multiply_by_solve(uint32_t shared, int source, int destinat
                     pack_bf16(d[4 * j + 4], d[4 * j + 5]),
                     pack_bf16(d[4 * j + 6], d[4 * j + 7]));
   }
+}
+
+/// The calling thread's place in its group, read anew each time: kept across phases, everything that
+/// the compiler derives from it would be spilled, and with this much shared memory a spill comes back
+/// from L2.
+struct GroupThread {
+  int thread, warp, lane;
+  LOCKSTEP_DEVICE GroupThread() {
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    thread -= 128;
+    warp = thread >> 5;
+    lane = thread & 31;
+  }
+};
+
+/// Slab offset of the 16 bytes that this thread (of warps 0-5) zeroes above the block diagonal.
+LOCKSTEP_DEVICE uint32_t upper_offset(int warp, int lane) {
+  const int row_block = warp < 3 ? 0 : warp < 5 ? 1 : 2;
+  const int col_block = warp < 3 ? warp + 1 : warp < 5 ? warp - 1 : 3;
+  return slab_offset(row_block * kSub + (lane >> 1), col_block * 2 + (lane & 1));
 }
 
 /// What a thread fetches ahead for its next item.
@@ -337,18 +370,21 @@ LOCKSTEP_DEVICE void load_rows(
                        : uint16_t{0};
 }
 
-/// f of a warp's own rows into kGate, as one group of asynchronous copies. Rows behind the chunk's end
-/// become zero.
+/// f into kGate as one group of asynchronous copies. Warps 4-7: 16 rows each.
 LOCKSTEP_DEVICE void load_gate(
     uint32_t shared, const Params& p, const ChunkInfo& info, int head, int warp, int lane) {
-  const uint32_t row_bytes = p.row_heads * (kDim * 2);
-  const char* f = reinterpret_cast<const char*>(p.f) + chunk_origin(p, info, head) + (lane & 15) * 16;
-  const uint32_t to = shared + kGate + (8 * warp + (lane >> 4)) * 256 + (lane & 15) * 16;
+  if (warp >= 4) {
+    const uint32_t row_bytes = p.row_heads * (kDim * 2);
+    const uint32_t first_row = 16 * (warp - 4) + (lane >> 4);
+    const char* f =
+        reinterpret_cast<const char*>(p.f) + chunk_origin(p, info, head) + (lane & 15) * 16;
+    const uint32_t to = shared + kGate + first_row * 256 + (lane & 15) * 16;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const uint32_t row = 8 * warp + (lane >> 4) + 2 * i;
-    const bool valid = static_cast<int>(row) < info.length;
-    copy16(to + i * 512, f + (valid ? row * row_bytes : 0u), valid);
+    for (int i = 0; i < 8; ++i) {
+      const uint32_t row = first_row + 2 * i;
+      const bool valid = static_cast<int>(row) < info.length;
+      copy16(to + i * 512, f + (valid ? row * row_bytes : 0u), valid);
+    }
   }
   copy_commit();
 }
@@ -404,9 +440,10 @@ LOCKSTEP_DEVICE void normalize(RawRows& raw, unsigned char* base, int warp, int 
 
 /// Gate and its running sum over this thread's eight rows, in base 2; the totals go to kTotals.
 LOCKSTEP_DEVICE void accumulate_gate(
-    float (&b)[8][4], float4 bias, float a_log, float decay_scale, int length, unsigned char* base, int warp,
+    float (&b)[8][4], float decay_scale, int length, unsigned char* base, int warp,
     int lane) {
-  const float slope = -__expf(a_log) * 1.4426950408889634f;
+  const float4 bias = reinterpret_cast<const float4*>(base + kBias)[lane];
+  const float slope = *reinterpret_cast<const float*>(base + kBias + kDim * 4);
   const float offset[4] = {
       bias.x * slope, bias.y * slope, bias.z * slope, bias.w * slope};
   float sum[4] = {};
@@ -429,28 +466,30 @@ LOCKSTEP_DEVICE void accumulate_gate(
 /// Adding it to a float of moderate size leaves the nearest integer in the low mantissa bits.
 constexpr float kRound = 12582912.0f;  // 1.5 * 2^23
 
-/// One thread per channel: P_I, the pairs' powers of two, and exp(b_C) for the record.
-LOCKSTEP_DEVICE void find_anchors(unsigned char* base, unsigned char* out, int channel) {
+/// Two threads per channel: one writes P_I and, for the record, exp(b_C); one the pairs' powers of two.
+LOCKSTEP_DEVICE void find_anchors(unsigned char* base, unsigned char* out, int thread) {
+  const int channel = thread & (kDim - 1);
   const float* totals = reinterpret_cast<const float*>(base + kTotals) + channel;
-  float* prefix = reinterpret_cast<float*>(base + kPrefix) + channel;
-  int exponent[5];
-  float sum = 0.0f;
-  exponent[0] = 0x4b400000;
-  prefix[0] = 0.0f;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    sum += totals[2 * i * kDim] + totals[(2 * i + 1) * kDim];
-    prefix[(i + 1) * kDim] = sum;
-    exponent[i + 1] = __float_as_int(sum + kRound);
-  }
-  uint16_t* factor = reinterpret_cast<uint16_t*>(base + kFactors) + channel;
+  float sum[5];
+  sum[0] = 0.0f;
 #pragma unroll
   for (int i = 0; i < 4; ++i)
+    sum[i + 1] = sum[i] + (totals[2 * i * kDim] + totals[(2 * i + 1) * kDim]);
+  if (thread < kDim) {
+    float* prefix = reinterpret_cast<float*>(base + kPrefix) + channel;
 #pragma unroll
-    for (int j = 0; j <= i; ++j)
-      factor[(i * (i + 1) / 2 + j) * kDim] =
-          static_cast<uint16_t>((max(exponent[i] - exponent[j + 1], -127) + 127) << 7);
-  reinterpret_cast<float*>(out + kTileDecay)[channel] = exp2_approx(sum);
+    for (int i = 0; i < 5; ++i) prefix[i * kDim] = sum[i];
+    reinterpret_cast<float*>(out + kTileDecay)[channel] = exp2_approx(sum[4]);
+  } else {
+    uint16_t* factor = reinterpret_cast<uint16_t*>(base + kFactors) + channel;
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+#pragma unroll
+      for (int j = 0; j <= i; ++j)
+        factor[(i * (i + 1) / 2 + j) * kDim] = static_cast<uint16_t>(
+            (max(__float_as_int(sum[i] + kRound) - __float_as_int(sum[j + 1] + kRound), -127) + 127)
+            << 7);
+  }
 }
 
 /// Decayed operands of this thread's eight rows: Gram operands and K~ to shared memory, Q~ and K- to
@@ -519,133 +558,143 @@ LOCKSTEP_DEVICE void write_operands(const RawRows& raw,
   }
 }
 
+/// True once both V halves' chains have copied what the slot of (chunk, head) held before.
+LOCKSTEP_DEVICE bool slot_is_free(const Params& p, int chunk, int head) {
+  const int needed = chunk + 1 - p.ring;
+  // Relaxed: the readers were done before they counted, and nothing they wrote is read here.
+  return needed <= 0 || (load_relaxed(p.consumed + 2 * head) >= needed &&
+                         load_relaxed(p.consumed + 2 * head + 1) >= needed);
+}
+
 /// One warp beside the group: moves W, U and M of each item to the record, publishes the record once
 /// everything in it is visible, and holds the group back while the next item's slot is in use.
 LOCKSTEP_DEVICE void publish_items(
-    const Params& p, int chunks, uint32_t shared, int worker, int workers, int lane) {
-  const int chunk_step = workers / p.heads, head_step = workers % p.heads;
-  int chunk = worker / p.heads, head = worker % p.heads;
-  while (chunk < chunks) {
-    if (lane == 0) {
-      const int needed = chunk + 1 - p.ring;
-      while (load_acquire(p.consumed + 2 * head) < needed) __nanosleep(32);
-      while (load_acquire(p.consumed + 2 * head + 1) < needed) __nanosleep(32);
-    }
-    __syncwarp();
-    named_barrier_arrive(kGoBarrier, kPublishThreads);
+    const Params& p, int chunk, int chunks, int step, int head, uint32_t shared, int lane) {
+  if (chunk >= chunks) return;
+  if (lane == 0)
+    while (!slot_is_free(p, chunk, head)) __nanosleep(32);
+  __syncwarp();
+  named_barrier_arrive(kGoBarrier, kPublishThreads);
+  for (; chunk < chunks; chunk += step) {
+    const bool more = chunk + step < chunks;
     named_barrier(kWrittenBarrier, kPublishThreads);
+    bool go = false;
     if (lane == 0) {
       unsigned char* const out = record(p, chunk, head);
       bulk_store(out + kTileW, shared + kRowK, kTile);
       bulk_store(out + kTileU, shared + kRowQ, kTile);
       bulk_store(out + kTileM, shared + kScores, kSlab);
       bulk_commit();
+      go = more && slot_is_free(p, chunk + step, head);
+      bulk_wait_read();
+    }
+    // The group may go on before the stores have landed, unless that needs this very record first.
+    go = __shfl_sync(0xffffffffu, go, 0);
+    if (go) named_barrier_arrive(kGoBarrier, kPublishThreads);
+    if (lane == 0) {
       bulk_wait_all();
-      fence_async_all();
+      fence_async_global();
       store_release(p.ready + head * p.ring + chunk % p.ring, chunk + 1);
+      if (more && !go)
+        while (!slot_is_free(p, chunk + step, head)) __nanosleep(32);
     }
     __syncwarp();
-    chunk += chunk_step;
-    head += head_step;
-    if (head >= p.heads) {
-      head -= p.heads;
-      ++chunk;
-    }
+    if (more && !go) named_barrier_arrive(kGoBarrier, kPublishThreads);
   }
 }
 
-/// The group's share of all items: `worker`, `worker + workers`, ... in chunk-major order. An item waits
-/// only for chains that wait only for earlier items, so the launch cannot lock up while all blocks are
-/// resident.
+/// The group's share of one head: chunks `chunk`, `chunk + step`, ... A chunk waits only for a chain
+/// that waits only for earlier chunks, so the launch cannot lock up while all blocks are resident.
 LOCKSTEP_DEVICE void prepare_items(
-    const Params& p, int chunks, unsigned char* base, int worker, int workers, int thread) {
-  const int chunk_step = workers / p.heads, head_step = workers % p.heads;
-  int chunk = worker / p.heads, head = worker % p.heads;
+    const Params& p, int chunk, int chunks, int step, int head, unsigned char* base) {
   if (chunk >= chunks) return;
   const uint32_t shared = smem_address(base);
-  const int warp = thread >> 5, lane = thread & 31;
   float* const beta = reinterpret_cast<float*>(base + kBeta);
   RawRows raw;
   ChunkInfo info = load_chunk_info(p, chunk, 0);
-  load_rows(raw, p, info, head, thread);
-  load_gate(shared, p, info, head, warp, lane);
-  load_value(shared, p, info, head, thread);
-  // Blocks of P and M above the diagonal stay zero: 6 blocks of 16 rows x two 16-byte pieces.
-  const int zero_row_block = warp < 3 ? 0 : warp < 5 ? 1 : 2;
-  const int zero_col_block = warp < 3 ? warp + 1 : warp < 5 ? warp - 1 : 3;
-  const uint32_t zero_at =
-      shared + slab_offset(zero_row_block * kSub + (lane >> 1), zero_col_block * 2 + (lane & 1));
-  if (warp < 6) store_shared_zero16(zero_at + kScores);
+  {
+    const GroupThread me;
+    load_rows(raw, p, info, head, me.thread);
+    load_gate(shared, p, info, head, me.warp, me.lane);
+    load_value(shared, p, info, head, me.thread);
+    float* const bias = reinterpret_cast<float*>(base + kBias);
+    if (me.thread < kDim) bias[me.thread] = p.dt_bias[head * kDim + me.thread];
+    if (me.thread == kDim) bias[kDim] = -expf(p.a_log[head]) * 1.4426950408889634f;
+    if (me.warp < 6) store_shared_zero16(shared + kScores + upper_offset(me.warp, me.lane));
+  }
+  copy_wait<1>();  // f; v may still be on its way
+  named_barrier(kGroupBarrier, kPrepareThreads);
 
-  while (chunk < chunks) {
-    int next_chunk = chunk + chunk_step, next_head = head + head_step;
-    if (next_head >= p.heads) {
-      next_head -= p.heads;
-      ++next_chunk;
+  for (; chunk < chunks; chunk += step) {
+    const bool more = chunk + step < chunks;
+    {
+      const GroupThread me;
+      const int length = info.length;
+      if (more) info = load_chunk_info(p, chunk + step, me.lane * p.zero);
+      unsigned char* const out = record(p, chunk, head);
+      if (me.thread < kChunk)
+        beta[me.thread] =
+            me.thread < length
+                ? 1.0f / (1.0f + __expf(-__uint_as_float(uint32_t{raw.beta_logit} << 16)))
+                : 0.0f;
+      float b[8][4];
+      accumulate_gate(b, p.decay_scale, length, base, me.warp, me.lane);
+      normalize(raw, base, me.warp, me.lane);
+      named_barrier(kGoBarrier, kPublishThreads);
+      find_anchors(base, out, me.thread);
+      named_barrier(kGroupBarrier, kPrepareThreads);
+      write_operands(raw, b, base, out, me.warp, me.lane);
     }
-    const bool more = next_chunk < chunks;
-    const int length = info.length;
-    if (more) info = load_chunk_info(p, next_chunk, lane * p.zero);
-    unsigned char* const out = record(p, chunk, head);
-
-    const float4 bias = __ldg(reinterpret_cast<const float4*>(p.dt_bias + head * kDim + 4 * lane));
-    const float a_log = __ldg(p.a_log + head);
-    if (thread < kChunk)
-      beta[thread] =
-          thread < length
-              ? 1.0f / (1.0f + __expf(-__uint_as_float(uint32_t{raw.beta_logit} << 16)))
-              : 0.0f;
-    copy_wait<1>();  // f; v may still be on its way
-    __syncwarp();
-    float b[8][4];
-    accumulate_gate(b, bias, a_log, p.decay_scale, length, base, warp, lane);
-    normalize(raw, base, warp, lane);
-    named_barrier(kGoBarrier, kPublishThreads);
-    if (thread < kDim) find_anchors(base, out, thread);
-    named_barrier(kGroupBarrier, kPrepareThreads);
-    write_operands(raw, b, base, out, warp, lane);
     copy_wait<0>();
     fence_async_shared();  // K~ and v feed wgmma
     named_barrier(kGroupBarrier, kPrepareThreads);
-    if (more) load_gate(shared, p, info, next_head, warp, lane);
 
     // Gram products. Warps 0-3 take the diagonal pairs and invert their own block, warps 4-7 the six
     // pairs below. L, M and P wait in registers until every warp is done with the operands.
-    if (warp < 4) {
-      float kk[2][4], qk[2][4], x[16];
-      gram_pair(kk, qk, shared, warp, warp, lane);
-      invert_diagonal(x, kk, base, beta, warp, lane);
-      named_barrier(kGroupBarrier, kPrepareThreads);
-      store_pair<true>(kk, qk, shared, beta, warp, warp, lane);
-      store_diagonal_solve(x, base, beta, warp, lane);
-    } else {
-      float kk[2][2][4], qk[2][2][4];
-      const int row_block = warp < 6 ? warp - 3 : 3, col_block = warp < 6 ? 0 : warp - 6;
-      gram_pair(kk[0], qk[0], shared, row_block, col_block, lane);
-      if (warp < 6) gram_pair(kk[1], qk[1], shared, warp - 2, warp - 3, lane);
-      named_barrier(kGroupBarrier, kPrepareThreads);
-      store_pair<false>(kk[0], qk[0], shared, beta, row_block, col_block, lane);
-      if (warp < 6) store_pair<false>(kk[1], qk[1], shared, beta, warp - 2, warp - 3, lane);
+    {
+      const GroupThread me;
+      const int warp = me.warp, lane = me.lane;
+      if (warp < 4) {
+        float kk[2][4], qk[2][4], x[16];
+        gram_pair(kk, qk, shared, warp, warp, lane);
+        invert_diagonal(x, kk, base, beta, warp, lane);
+        named_barrier(kGroupBarrier, kPrepareThreads);
+        store_pair<true>(kk, qk, shared, beta, warp, warp, lane);
+        store_diagonal_solve(x, base, beta, warp, lane);
+      } else {
+        float kk[2][2][4], qk[2][2][4];
+        const int row_block = warp < 6 ? warp - 3 : 3, col_block = warp < 6 ? 0 : warp - 6;
+        gram_pair(kk[0], qk[0], shared, row_block, col_block, lane);
+        if (warp < 6) gram_pair(kk[1], qk[1], shared, warp - 2, warp - 3, lane);
+        if (more) load_gate(shared, p, info, head, warp, lane);
+        named_barrier(kGroupBarrier, kPrepareThreads);
+        store_pair<false>(kk[0], qk[0], shared, beta, row_block, col_block, lane);
+        if (warp < 6) store_pair<false>(kk[1], qk[1], shared, beta, warp - 2, warp - 3, lane);
+      }
+      if (warp < 6) store_shared_zero16(shared + kSolve + upper_offset(warp, lane));
     }
-    if (warp < 6) store_shared_zero16(zero_at + kSolve);
     named_barrier(kGroupBarrier, kPrepareThreads);
-    if (warp < 4) solve_block_column(shared, beta, warp, lane);
-    if (more) load_rows(raw, p, info, next_head, thread);
-    fence_async_shared();
-    named_barrier(kGroupBarrier, kPrepareThreads);
-
-    if (warp < 4) {
-      multiply_by_solve(shared, kDecayedK, kRowK, thread);
-    } else {
-      multiply_by_solve(shared, kValue, kRowQ, thread - 128);
+    {
+      const GroupThread me;
+      if (me.warp < 4) solve_block_column(shared, beta, me.warp, me.lane);
+      fence_async_shared();
+      if (more) load_rows(raw, p, info, head, me.thread);
     }
-    fence_async_shared();
-    named_barrier_arrive(kWrittenBarrier, kPublishThreads);
-    // Warps 4-7 alone read v, and a warpgroup's products are complete in all its warps only together.
     named_barrier(kGroupBarrier, kPrepareThreads);
-    if (more) load_value(shared, p, info, next_head, thread);
-    chunk = next_chunk;
-    head = next_head;
+    {
+      const GroupThread me;
+      if (me.warp < 4) {
+        multiply_by_solve(shared, kDecayedK, kRowK, me.thread);
+      } else {
+        multiply_by_solve(shared, kValue, kRowQ, me.thread - 128);
+      }
+      fence_async_shared();
+      named_barrier_arrive(kWrittenBarrier, kPublishThreads);
+      copy_wait<0>();  // f of the next item
+      // Also: v may be overwritten only when all four warps that multiplied with it are done.
+      named_barrier(kGroupBarrier, kPrepareThreads);
+      if (more) load_value(shared, p, info, head, me.thread);
+    }
   }
 }
 
