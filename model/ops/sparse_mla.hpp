@@ -25,9 +25,9 @@ namespace lockstep::model {
 /// Every element of o, dq and dlatent is one chain of fused multiply-adds in the order of the
 /// selection (o, dq) or of the queries (dlatent): bits do not depend on threads, on the other rows,
 /// on which shard a query is in (o, dq), or on documents packed around its own. Memory beyond
-/// arguments and results: a few MB for runs of queries, plus S H (d_n + d_v) when expanded. Cost 4
-/// T width H R forward (absorbed).
-/// Throws kShape for wrong arguments, kInput for an index outside [-1, S).
+/// arguments and results: tens of MB for runs of queries, plus S H (d_n + d_v) when expanded. Cost
+/// 4 T width H R forward (absorbed). Throws kShape for wrong arguments, kInput for an index outside
+/// [-1, S).
 Tensor sparse_mla(const Tensor& q,
                   const Tensor& latent,
                   const Tensor& kv_b,

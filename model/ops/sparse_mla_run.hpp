@@ -65,7 +65,8 @@ struct KeyRun {
       const int64_t n = counts[e - 1];
       if (counts[e] < n || counts[e] > counts[i] + counts[i] / 4 + 16) break;
       const int32_t *a = lists[static_cast<size_t>(e - 1)], *b = lists[static_cast<size_t>(e)];
-      if (n > 0 && a[n - 1] != b[n - 1]) break;
+      if (n == 0) continue;
+      if (a[n - 1] != b[n - 1]) break;
       if (std::memcmp(a, b, static_cast<size_t>(n) * sizeof(int32_t)) != 0) break;
     }
     return e;
