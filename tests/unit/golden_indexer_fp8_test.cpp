@@ -8,6 +8,7 @@
 #include "golden/store/manifest.hpp"
 #include "model/base/seeded.hpp"
 #include "model/ops/fp8.hpp"
+#include "model/ops/indexer.hpp"
 
 namespace lockstep::golden {
 namespace {
@@ -41,8 +42,22 @@ class GoldenIndexerFp8 : public testing::Test {
                                          cu_.data_ptr<int64_t>() + cu_.numel()};
   const int64_t tokens_ = cu_seqlens_.back();
   const Tensor q_ = input("q", {tokens_, heads_, dim_}, 2.0).to(at::kBFloat16);
+  const Tensor k_ = input("k", {tokens_, dim_}, 2.0).to(at::kBFloat16);
+  const Tensor gate_ = input("gate", {tokens_, dim_}, 3.0).to(at::kBFloat16);
+  const Tensor ape_ = input("ape", {kpool_, dim_}, 0.5);
+  const Tensor head_weight_ = input("head_weight", {tokens_, heads_}, 1.0);
   const model::Numerics num_ = model::Numerics::policy("fsdp-bf16");
 };
+
+TEST_F(GoldenIndexerFp8, PooledKeysAreTheSameBfloat16Values) {
+  for (const Tensor& pooled :
+       {model::pool_keys(k_, gate_, ape_, cu_seqlens_, kpool_, num_),
+        model::pool_keys_reference(k_, gate_, ape_, cu_seqlens_, kpool_, num_)}) {
+    const auto c = compare(pooled, file_.read("pooled"), "pooled");
+    EXPECT_TRUE(c.bitwise()) << c.num_different << " of " << c.num_elements << " differ; "
+                             << (c.first ? describe_divergence(*c.first, "pooled") : "");
+  }
+}
 
 TEST_F(GoldenIndexerFp8, RotationBytesAndScalesAreTheSame) {
   const Tensor pooled = file_.read("pooled").to(at::kBFloat16);
@@ -60,6 +75,19 @@ TEST_F(GoldenIndexerFp8, RotationBytesAndScalesAreTheSame) {
   EXPECT_TRUE(compare(checksum, file_.read("q_checksum"), "q_checksum").bitwise());
   const Tensor sampled = q.bytes.index_select(0, file_.read("q_sampled_tokens"));
   EXPECT_TRUE(compare(sampled, file_.read("q_sampled_bytes"), "q_sampled_bytes").bitwise());
+}
+
+TEST_F(GoldenIndexerFp8, TheSameKeysAreSelected) {
+  const Tensor pooled = file_.read("pooled").to(at::kBFloat16);
+  const auto packing = Packing::whole(cu_seqlens_);
+  const model::IndexerParams params{heads_, dim_, kpool_, number("topk")};
+  const Tensor want = file_.read("selection");
+  for (const Tensor& got :
+       {model::select_keys(q_, head_weight_, pooled, packing, params, num_),
+        model::select_keys_reference(q_, head_weight_, pooled, packing, params, num_)}) {
+    const auto c = compare(got, want, "selection");
+    EXPECT_TRUE(c.bitwise()) << compare_sets(got, want, "selection").first;
+  }
 }
 
 }  // namespace
