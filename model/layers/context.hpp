@@ -1,0 +1,54 @@
+// What every layer needs besides its input.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "model/base/packing.hpp"
+#include "model/config/model_config.hpp"
+#include "model/config/numerics.hpp"
+#include "model/seams/param_view.hpp"
+#include "model/seams/sequence.hpp"
+#include "model/seams/trace.hpp"
+
+namespace lockstep::model {
+
+/// References stay valid for the whole forward and backward pass. `packing` is a private copy: a
+/// layer that is recomputed sees the boundaries its first forward saw, whatever the caller has done
+/// to its own since.
+struct LayerContext {
+  const ModelConfig& config;
+  const Numerics& num;
+  Packing packing;
+  ParamView& params;
+  SequenceSeam& sequence;
+  TraceSink* trace = nullptr;  ///< may be null
+  bool reference = false;      ///< plain reference operators
+  const std::vector<Tensor>* replay =
+      nullptr;  ///< per layer experts [T_local, k] to use instead of choosing; may be null
+
+  /// Passes `value` to the trace if it is wanted.
+  void record(const std::string& name, const Tensor& value) const {
+    if (trace != nullptr && trace->wants(name)) trace->record(name, value);
+  }
+};
+
+/// "layers.3.self_attn": names of one layer's modules and parameters.
+class LayerNames {
+ public:
+  LayerNames(const LayerContext& ctx, int64_t layer)
+      : ctx_(ctx), prefix_(fmt::format("layers.{}.", layer)) {}
+  [[nodiscard]] std::string operator()(std::string_view rest) const {
+    return prefix_ + std::string(rest);
+  }
+  [[nodiscard]] Tensor param(std::string_view rest) const { return ctx_.params.get((*this)(rest)); }
+  void record(std::string_view rest, const Tensor& value) const {
+    ctx_.record((*this)(rest), value);
+  }
+
+ private:
+  const LayerContext& ctx_;
+  std::string prefix_;
+};
+
+}  // namespace lockstep::model

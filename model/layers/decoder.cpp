@@ -1,0 +1,96 @@
+#include "model/layers/decoder.hpp"
+
+#include "model/layers/dsa_layer.hpp"
+#include "model/layers/kda_layer.hpp"
+#include "model/layers/mlp_layer.hpp"
+#include "model/layers/recompute.hpp"
+#include "model/ops/hyper_connection.hpp"
+#include "model/ops/linear.hpp"
+#include "model/ops/norm.hpp"
+
+namespace lockstep::model {
+namespace {
+
+HcPre boundary(const LayerContext& ctx,
+               const LayerNames& name,
+               const Tensor& x,
+               std::string_view hc,
+               std::string_view norm) {
+  const HcParams params{ctx.config.rms_norm_eps, ctx.config.hc_eps, ctx.config.hc_sinkhorn_iters};
+  const std::string prefix(hc);
+  const Tensor fn = name.param(prefix + ".fn"), base = name.param(prefix + ".base"),
+               scale = name.param(prefix + ".scale");
+  const Tensor weight = name.param(norm);
+  return ctx.reference ? hc_pre_reference(x, fn, base, scale, weight, params, ctx.num)
+                       : hc_pre(x, fn, base, scale, weight, params, ctx.num);
+}
+
+Tensor mix(const LayerContext& ctx, const Tensor& y, const Tensor& x, const HcPre& pre) {
+  return ctx.reference ? hc_post_reference(y, x, pre.post, pre.comb, ctx.num)
+                       : hc_post(y, x, pre.post, pre.comb, ctx.num);
+}
+
+}  // namespace
+
+Tensor block(const LayerContext& ctx, int64_t layer, const Tensor& x_TnD, Tensor& selection) {
+  const LayerNames name(ctx, layer);
+  const HcPre attn = boundary(ctx, name, x_TnD, "attn_hc", "input_layernorm.weight");
+  name.record("input_layernorm", attn.x_normed);
+  const Tensor mixed = ctx.config.mixers[static_cast<size_t>(layer)] == MixerKind::kKda
+                           ? kda_mixer(ctx, layer, attn.x_normed)
+                           : dsa_mixer(ctx, layer, attn.x_normed, selection);
+  name.record("self_attn", mixed);
+  const Tensor middle = mix(ctx, mixed, x_TnD, attn);
+
+  const HcPre ffn = boundary(ctx, name, middle, "ffn_hc", "post_attention_layernorm.weight");
+  name.record("post_attention_layernorm", ffn.x_normed);
+  const Tensor y = mlp(ctx, layer, ffn.x_normed);
+  name.record("mlp", y);
+  const Tensor out = mix(ctx, y, middle, ffn);
+  ctx.record(fmt::format("layers.{}", layer), out);
+  return out;
+}
+
+Tensor run_layers(const LayerContext& ctx,
+                  int64_t first,
+                  int64_t last,
+                  Tensor x,
+                  Tensor& selection,
+                  const DecoderOptions& options) {
+  for (int64_t layer = first; layer < last; ++layer) {
+    x = options.recompute && at::GradMode::is_enabled() ? recomputed_block(ctx, layer, x, selection)
+                                                        : block(ctx, layer, x, selection);
+    ctx.params.release_layer(layer);
+    if (options.progress) options.progress(layer + 1, ctx.config.num_hidden_layers);
+  }
+  return x;
+}
+
+Tensor embed_streams(const LayerContext& ctx, const Tensor& ids) {
+  const Tensor embedded = embedding(
+      ids, ctx.params.get("embed_tokens.weight"), ctx.config.pad_token_id.value_or(-1), ctx.num);
+  return embedded.unsqueeze(1)
+      .expand({embedded.size(0), ctx.config.hc_mult, embedded.size(1)})
+      .contiguous();
+}
+
+Tensor finish(const LayerContext& ctx, const Tensor& x_TnD) {
+  const Tensor mean = hc_mean(x_TnD, ctx.num);
+  const Tensor weight = ctx.params.get("norm.weight");
+  const Tensor h = ctx.reference
+                       ? rms_norm_reference(mean, weight, ctx.config.rms_norm_eps, ctx.num)
+                       : rms_norm(mean, weight, ctx.config.rms_norm_eps, ctx.num);
+  ctx.record("norm", h);
+  return h;
+}
+
+Tensor decoder_forward(const LayerContext& ctx, const Tensor& ids, const DecoderOptions& options) {
+  check_shape(ids, {ctx.packing.local_tokens()}, "decoder: ids");
+  Tensor selection;
+  return finish(
+      ctx,
+      run_layers(
+          ctx, 0, ctx.config.num_hidden_layers, embed_streams(ctx, ids), selection, options));
+}
+
+}  // namespace lockstep::model

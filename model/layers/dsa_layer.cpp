@@ -1,0 +1,90 @@
+#include "model/layers/dsa_layer.hpp"
+
+#include "model/ops/indexer.hpp"
+#include "model/ops/linear.hpp"
+#include "model/ops/norm.hpp"
+#include "model/ops/sparse_mla.hpp"
+
+namespace lockstep::model {
+namespace {
+
+/// Keys each local query attends to. Frozen: nothing here takes part in the gradient.
+Tensor select(const LayerContext& ctx,
+              const LayerNames& name,
+              const Tensor& x_TD,
+              const Tensor& cq_TR) {
+  const at::NoGradGuard no_grad;
+  const ModelConfig& cfg = ctx.config;
+  const Numerics& num = ctx.num;
+  const Tensor x = x_TD.detach(), cq = cq_TR.detach();
+
+  const Tensor k_local =
+      indexer_layer_norm(linear(x, name.param("self_attn.indexer.wk.weight"), num),
+                         name.param("self_attn.indexer.k_norm.weight"),
+                         name.param("self_attn.indexer.k_norm.bias"),
+                         num);
+  const Tensor gate_local = linear(x, name.param("self_attn.indexer.gate.weight"), num);
+  const Tensor k = ctx.sequence.gather_rows(k_local, name("index keys"));
+  const Tensor gate = ctx.sequence.gather_rows(gate_local, name("index gates"));
+  const Tensor ape = name.param("self_attn.indexer.ape");
+  const std::vector<int64_t>& cu = ctx.packing.cu_seqlens();
+  const Tensor pooled = ctx.reference ? pool_keys_reference(k, gate, ape, cu, cfg.index_kpool, num)
+                                      : pool_keys(k, gate, ape, cu, cfg.index_kpool, num);
+
+  const Tensor q = linear(cq, name.param("self_attn.indexer.wq_b.weight"), num)
+                       .view({x.size(0), cfg.index_n_heads, cfg.index_head_dim});
+  const Tensor weights_proj = name.param("self_attn.indexer.weights_proj.weight");
+  const Tensor head_weight = num.is<Switch::kIndexerHeadWeights>("fp32")
+                                 ? linear_acc(x, weights_proj, num)
+                                 : linear(x, weights_proj, num);
+  const IndexerParams params{.num_heads = cfg.index_n_heads,
+                             .head_dim = cfg.index_head_dim,
+                             .kpool = cfg.index_kpool,
+                             .topk = cfg.index_topk,
+                             .select_tail = cfg.index_always_select_tail};
+  return ctx.reference ? select_keys_reference(q, head_weight, pooled, ctx.packing, params, num)
+                       : select_keys(q, head_weight, pooled, ctx.packing, params, num);
+}
+
+}  // namespace
+
+Tensor dsa_mixer(const LayerContext& ctx, int64_t layer, const Tensor& x_TD, Tensor& selection) {
+  const ModelConfig& cfg = ctx.config;
+  const Numerics& num = ctx.num;
+  const LayerNames name(ctx, layer);
+  const int64_t tokens = x_TD.size(0);
+  const auto norm = [&](const Tensor& value, std::string_view weight) {
+    return ctx.reference ? rms_norm_reference(value, name.param(weight), cfg.rms_norm_eps, num)
+                         : rms_norm(value, name.param(weight), cfg.rms_norm_eps, num);
+  };
+
+  const Tensor cq_TR = norm(linear(x_TD, name.param("self_attn.q_a_proj.weight"), num),
+                            "self_attn.q_a_layernorm.weight");
+  name.record("self_attn.q_a_layernorm", cq_TR);
+  const Tensor c_TR = norm(linear(x_TD, name.param("self_attn.kv_a_proj_with_mqa.weight"), num),
+                           "self_attn.kv_a_layernorm.weight");
+  name.record("self_attn.kv_a_layernorm", c_TR);
+
+  if (!cfg.indexer_shared[static_cast<size_t>(layer)]) {
+    selection = select(ctx, name, x_TD, cq_TR);
+  } else {
+    LOCKSTEP_CHECK(selection.defined(),
+                   kConfig,
+                   "layer {}: its indexer is shared but no earlier layer has one",
+                   layer);
+  }
+  name.record("self_attn.selection", selection);
+
+  const Tensor q = linear(cq_TR, name.param("self_attn.q_b_proj.weight"), num)
+                       .view({tokens, cfg.num_attention_heads, cfg.qk_nope_head_dim});
+  const Tensor latent = ctx.sequence.gather_rows(c_TR, name("latents"));
+  const Tensor kv_b = name.param("self_attn.kv_b_proj.weight");
+  const Tensor o = ctx.reference
+                       ? sparse_mla_reference(q, latent, kv_b, selection, cfg.v_head_dim, num)
+                       : sparse_mla(q, latent, kv_b, selection, cfg.v_head_dim, num);
+  return linear(o.reshape({tokens, cfg.num_attention_heads * cfg.v_head_dim}),
+                name.param("self_attn.o_proj.weight"),
+                num);
+}
+
+}  // namespace lockstep::model
