@@ -1,7 +1,6 @@
-// Token documents as users hand them over.
+// Token documents, packed into one row.
 #pragma once
 
-#include <filesystem>
 #include <vector>
 
 #include "model/base/packing.hpp"
@@ -9,7 +8,6 @@
 
 namespace lockstep::harness {
 
-/// Documents concatenated into one row.
 struct Documents {
   Tensor ids;       ///< [T] int64
   Packing packing;  ///< the whole row
@@ -19,11 +17,12 @@ struct Documents {
   [[nodiscard]] Tensor labels() const;
 };
 
+/// Concatenates. Empty documents are legal; so is no document at all.
 Documents make_documents(const std::vector<std::vector<int64_t>>& documents);
 
-/// Reads {"documents": [[ids], [ids]]}. Throws kInput naming file, document and position of what is
-/// wrong.
-Documents read_documents(const std::filesystem::path& file);
+/// A row as a packer hands it over: ids [T] with documents at cu_seqlens {0, ..., L}, L <= T. Rows from L on are padding; they are
+/// dropped here, before anything can depend on them.
+Documents from_row(const Tensor& ids, std::vector<int64_t> cu_seqlens);
 
 /// Documents of these lengths with reproducible ids in [0, vocab), avoiding `pad` (if >= 0).
 Documents random_documents(const std::vector<int64_t>& lengths,

@@ -35,12 +35,12 @@ struct TrainerOptions {
 struct TrainerResult {
   Tensor logits;    ///< [T, V] float64 in the float64 policy, else float32; rank 0 only; undefined
                     ///< unless asked for
-  Tensor logprobs;  ///< [T] of each next token, NaN at a document's last; rank 0 only
+  Tensor logprobs;  ///< [T] of each next token, NaN at a document's last
   double loss = 0;  ///< mean next-token cross entropy over all documents; 0 without targets
   int64_t num_targets = 0;
   std::map<std::string, Tensor> grads;  ///< of `loss`, in the dtype the parameter is used in
   std::vector<std::pair<std::string, Tensor>>
-      trace;  ///< module name -> [T, ...] output, rank 0; "grad:" prefix for gradients
+      trace;  ///< module name -> [T, ...] output; "grad:" prefix for gradients
   Tensor local_logits, local_logprobs;   ///< this rank's rows
   int64_t local_begin = 0;               ///< first global row held here
   double forward_s = 0, backward_s = 0;  ///< wall time on this rank

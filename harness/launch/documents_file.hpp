@@ -1,0 +1,13 @@
+// docs.json: {"documents": [[ids], [ids]]}.
+#pragma once
+
+#include <filesystem>
+
+#include "harness/trainer/documents.hpp"
+
+namespace lockstep::harness {
+
+/// Throws kInput naming file, document and position of what is wrong.
+Documents read_documents(const std::filesystem::path& file);
+
+}  // namespace lockstep::harness

@@ -1,0 +1,73 @@
+// Every rank runs every test; a test passes when it passes on all ranks. Usage: mpirun -n N
+// rank_tests [gtest flags] [--hang-rank=R]
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstdlib>
+#include <string_view>
+#include <thread>
+
+#include "tests/rank/world.hpp"
+
+namespace lockstep::tests {
+
+const parallel::Group*& world_slot() {
+  static const parallel::Group* group = nullptr;
+  return group;
+}
+
+const parallel::Group& world() { return *world_slot(); }
+
+namespace {
+
+/// Failures carry the rank; passes are told by rank 0 alone.
+class RankPrinter final : public testing::EmptyTestEventListener {
+ public:
+  explicit RankPrinter(testing::TestEventListener* inner) : inner_(inner) {}
+  void OnTestStart(const testing::TestInfo& info) override {
+    if (world().rank() == 0) inner_->OnTestStart(info);
+  }
+  void OnTestPartResult(const testing::TestPartResult& result) override {
+    if (result.failed()) fmt::print(stderr, "world_rank {}: ", world().rank());
+    if (result.failed() || (result.skipped() && world().rank() == 0))
+      inner_->OnTestPartResult(result);
+  }
+  void OnTestEnd(const testing::TestInfo& info) override {
+    if (world().rank() == 0) inner_->OnTestEnd(info);
+  }
+  void OnTestIterationEnd(const testing::UnitTest& unit, int iteration) override {
+    if (world().rank() == 0) inner_->OnTestIterationEnd(unit, iteration);
+  }
+
+ private:
+  testing::TestEventListener* inner_;
+};
+
+}  // namespace
+}  // namespace lockstep::tests
+
+int main(int argc, char** argv) {
+  using namespace lockstep;
+  auto session = parallel::Session::start(&argc, &argv);
+  tests::world_slot() = &session.world();
+  parallel::set_comm_timeout_ms(60000);
+  testing::InitGoogleTest(&argc, argv);
+  for (int i = 1; i < argc; ++i) {
+    const std::string_view flag(argv[i]);
+    if (flag.starts_with("--hang-rank=") && std::atoi(argv[i] + 12) == session.world().rank()) {
+      fmt::print(stderr,
+                 "world_rank {} waits for a debugger: gdb -p {}, then set var wait_here = false\n",
+                 session.world().rank(),
+                 getpid());
+      volatile bool wait_here = true;
+      while (wait_here) std::this_thread::sleep_for(std::chrono::seconds(1));
+    }
+  }
+  testing::TestEventListeners& listeners = testing::UnitTest::GetInstance()->listeners();
+  listeners.Append(new tests::RankPrinter(listeners.Release(listeners.default_result_printer())));
+  int failed = RUN_ALL_TESTS();
+  // A rank whose tests failed may have left the others in a collective; their deadline ends them.
+  if (failed != 0) session.abort(1);
+  return static_cast<int>(session.world().all_reduce_max(failed, "verdict"));
+}

@@ -1,0 +1,269 @@
+// The whole tiny model on one process: packing, recompute, cutting the stack, plain against fast
+// operators.
+#include "harness/trainer/trainer.hpp"
+
+#include <gtest/gtest.h>
+
+#include "harness/trainer/parameters.hpp"
+#include "harness/trainer/trace.hpp"
+#include "model/config/config_json.hpp"
+#include "model/layers/decoder.hpp"
+#include "tests/support/compare.hpp"
+
+namespace lockstep::tests {
+namespace {
+
+using harness::Documents;
+using harness::Trainer;
+using harness::TrainerOptions;
+using harness::TrainerResult;
+
+std::shared_ptr<const model::WeightSource> tiny() {
+  static const std::shared_ptr<const model::WeightSource> source =
+      model::seeded_source(model::preset_config("tiny"), 7);
+  return source;
+}
+
+TrainerOptions options(std::string_view policy, bool grads = true) {
+  TrainerOptions o;
+  o.numerics = model::Numerics::policy(policy);
+  o.grads = grads;
+  return o;
+}
+
+TrainerResult run(const Documents& docs, const TrainerOptions& o) {
+  return Trainer(tiny(), o, parallel::Mesh::single()).run(docs);
+}
+
+Documents documents(const std::vector<int64_t>& lengths) {
+  return harness::random_documents(lengths, tiny()->config().vocab_size, 0, 11);
+}
+
+/// Document d of a packed row as a row of its own.
+Documents alone(const Documents& docs, int64_t d) {
+  const Segment& s = docs.packing.segments()[static_cast<size_t>(d)];
+  return harness::from_row(docs.ids.narrow(0, s.begin, s.length()).clone(), {0, s.length()});
+}
+
+TEST(Trainer, FastOperatorsEqualPlainOnesInFloat64) {
+  const Documents docs = documents({75, 1, 7, 50});
+  TrainerOptions plain = options("float64");
+  plain.reference_ops = true;
+  const TrainerResult a = run(docs, options("float64")), b = run(docs, plain);
+  EXPECT_LE(rel_l2(a.logits, b.logits), 1e-12);
+  EXPECT_GT(rel_l2(a.logits, b.logits), 0)
+      << "two code paths that agree to the bit are one code path";
+  const auto [distance, name] = worst(a.grads, b.grads);
+  EXPECT_LE(distance, 1e-11) << name;
+}
+
+TEST(Trainer, B07PackedDocumentsEqualEachAloneToTheByte) {
+  for (const char* policy : {"float64", "float32", "fsdp-bf16"}) {
+    const Documents docs = documents({13, 7, 40, 1, 3, 0, 66});
+    const TrainerResult packed = run(docs, options(policy, false));
+    for (int64_t d = 0; d < docs.packing.num_documents(); ++d) {
+      const Segment& s = docs.packing.segments()[static_cast<size_t>(d)];
+      if (s.length() == 0) continue;
+      const TrainerResult single = run(alone(docs, d), options(policy, false));
+      EXPECT_LE(rel_l2(packed.logits.narrow(0, s.begin, s.length()), single.logits),
+                std::string_view(policy) == "float64"   ? 1e-13
+                : std::string_view(policy) == "float32" ? 2e-6
+                                                        : 2e-2)
+          << policy << " document " << d;
+    }
+  }
+}
+
+TEST(Trainer, B07GradientsOfAPackAreTheWeightedSumOfTheDocuments) {
+  const Documents docs = documents({13, 7, 40, 1, 3});
+  const TrainerResult packed = run(docs, options("float64"));
+  Named sum;
+  for (int64_t d = 0; d < docs.packing.num_documents(); ++d) {
+    const TrainerResult single = run(alone(docs, d), options("float64"));
+    const double weight =
+        static_cast<double>(single.num_targets) / static_cast<double>(packed.num_targets);
+    for (const auto& [name, grad] : single.grads) {
+      if (!sum.contains(name)) sum[name] = at::zeros_like(grad);
+      sum[name] += grad * weight;
+    }
+  }
+  const auto [distance, name] = worst(packed.grads, sum);
+  EXPECT_LE(distance, 1e-11) << name;
+}
+
+TEST(Trainer, B07ATokenOfTheFirstDocumentDoesNotTouchLaterOnes) {
+  const Documents docs = documents({13, 7, 40, 1, 3});
+  Documents other = docs;
+  other.ids = docs.ids.clone();
+  other.ids[5] = (docs.ids[5].item<int64_t>() + 1) % 100 + 1;
+  const TrainerResult a = run(docs, options("float32", false)),
+                      b = run(other, options("float32", false));
+  EXPECT_FALSE(same_bytes(a.logits.narrow(0, 0, 13), b.logits.narrow(0, 0, 13)));
+  EXPECT_TRUE(same_bytes(a.logits.narrow(0, 13, 51), b.logits.narrow(0, 13, 51)));
+}
+
+TEST(Trainer, B05PaddingHasNoInfluence) {
+  const std::vector<int64_t> cu{0, 4, 7};
+  const Tensor ids = at::tensor({5, 9, 3, 8, 20, 30, 40, 1, 1, 1}, at::kLong),
+               other = at::tensor({5, 9, 3, 8, 20, 30, 40, 77, 0, 6}, at::kLong);
+  const TrainerResult a = run(harness::from_row(ids, cu), options("float32")),
+                      b = run(harness::from_row(other, cu), options("float32"));
+  EXPECT_EQ(a.logits.size(0), 7);
+  EXPECT_TRUE(same_bytes(a.logits, b.logits));
+  for (const auto& [name, grad] : a.grads) EXPECT_TRUE(same_bytes(grad, b.grads.at(name))) << name;
+}
+
+TEST(Trainer, RecomputeGivesBitwiseTheSameGradients) {
+  for (const char* policy : {"float32", "hf-bf16", "fsdp-fp32-islands"}) {
+    const Documents docs = documents({40, 0, 1, 21});
+    TrainerOptions again = options(policy);
+    again.recompute = true;
+    const TrainerResult a = run(docs, options(policy)), b = run(docs, again);
+    EXPECT_TRUE(same_bytes(a.logits, b.logits)) << policy;
+    EXPECT_EQ(a.loss, b.loss) << policy;
+    for (const auto& [name, grad] : a.grads)
+      EXPECT_TRUE(same_bytes(grad, b.grads.at(name))) << policy << ' ' << name;
+  }
+}
+
+TEST(Trainer, TwoRunsGiveTheSameBytesOnAnyNumberOfThreads) {
+  const Documents docs = documents({70, 5});
+  const int threads = at::get_num_threads();
+  at::set_num_threads(1);
+  const TrainerResult one = run(docs, options("float32"));
+  at::set_num_threads(2);
+  const TrainerResult two = run(docs, options("float32"));
+  at::set_num_threads(threads);
+  EXPECT_LE(rel_l2(one.logits, two.logits), 1e-6);
+  const TrainerResult again = run(docs, options("float32"));
+  const TrainerResult third = run(docs, options("float32"));
+  EXPECT_TRUE(same_bytes(again.logits, third.logits));
+  for (const auto& [name, grad] : again.grads)
+    EXPECT_TRUE(same_bytes(grad, third.grads.at(name))) << name;
+}
+
+TEST(Trainer, DocumentsWithoutTargetsHaveZeroLossAndGradients) {
+  for (const std::vector<int64_t>& lengths : {std::vector<int64_t>{}, {0}, {1}, {1, 0, 1}}) {
+    const TrainerResult r = run(documents(lengths), options("float32"));
+    EXPECT_EQ(r.loss, 0);
+    EXPECT_EQ(r.num_targets, 0);
+    EXPECT_FALSE(r.grads.empty());
+    for (const auto& [name, grad] : r.grads) EXPECT_EQ(grad.abs().sum().item<double>(), 0) << name;
+    EXPECT_TRUE(r.logprobs.isnan().all().item<bool>());
+  }
+}
+
+TEST(Trainer, PaddingTokenRowOfTheEmbeddingGetsNoGradientAndFrozenTensorsAreAbsent) {
+  const int64_t pad = tiny()->config().pad_token_id.value();
+  Documents docs = documents({20});
+  docs.ids[3] = pad;
+  const TrainerResult r = run(docs, options("float64"));
+  EXPECT_EQ(r.grads.at("model.embed_tokens.weight")[pad].abs().sum().item<double>(), 0);
+  EXPECT_GT(r.grads.at("model.embed_tokens.weight").abs().sum().item<double>(), 0);
+  for (const auto& [name, grad] : r.grads) {
+    EXPECT_EQ(name.find("indexer"), std::string::npos) << name;
+    EXPECT_EQ(name.find("e_score_correction_bias"), std::string::npos) << name;
+  }
+}
+
+TEST(Trainer, GradientsAgreeWithFiniteDifferencesOfTheLoss) {
+  // One check that depends on no autograd at all: move the final norm's weight along its gradient.
+  const Documents docs = documents({30, 11});
+  const TrainerResult r = run(docs, options("float64"));
+  const model::ModelConfig& config = tiny()->config();
+  const auto loss_at = [&](double step) {
+    std::map<std::string, Tensor> weights;
+    for (const std::string& name : tiny()->names())
+      weights[name] = tiny()->load(name).to(at::kDouble);
+    weights["norm.weight"] = weights["norm.weight"] + step * r.grads.at("model.norm.weight");
+    weights["layers.1.self_attn.A_log"] =
+        weights["layers.1.self_attn.A_log"] + step * r.grads.at("model.layers.1.self_attn.A_log");
+    weights["layers.0.attn_hc.fn"] =
+        weights["layers.0.attn_hc.fn"] + step * r.grads.at("model.layers.0.hc_attn_fn");
+    return Trainer(model::memory_source(config, weights),
+                   options("float64", false),
+                   parallel::Mesh::single())
+        .run(docs)
+        .loss;
+  };
+  double expected = 0;
+  for (const char* name :
+       {"model.norm.weight", "model.layers.1.self_attn.A_log", "model.layers.0.hc_attn_fn"}) {
+    expected += r.grads.at(name).square().sum().item<double>();
+  }
+  const double eps = 1e-5;
+  const double slope = (loss_at(eps) - loss_at(-eps)) / (2 * eps);
+  EXPECT_NEAR(slope / expected, 1, 1e-6);
+}
+
+TEST(Trainer, B56CuttingTheStackGivesTheBytesOfOneRun) {
+  const model::Numerics num = model::Numerics::policy("fsdp-bf16");
+  harness::ResidentParameters params(*tiny(), num, false);
+  model::LocalSequence local;
+  const Documents docs = documents({30, 0, 9});
+  const model::LayerContext ctx{.config = tiny()->config(),
+                                .num = num,
+                                .packing = docs.packing,
+                                .params = params,
+                                .sequence = local};
+  const at::NoGradGuard no_grad;
+  const int64_t layers = tiny()->config().num_hidden_layers;
+  Tensor selection;
+  const Tensor whole =
+      model::run_layers(ctx, 0, layers, model::embed_streams(ctx, docs.ids), selection, {});
+  for (int64_t cut = 1; cut < layers; ++cut) {
+    Tensor carried;
+    const Tensor first =
+        model::run_layers(ctx, 0, cut, model::embed_streams(ctx, docs.ids), carried, {});
+    EXPECT_TRUE(same_bytes(model::run_layers(ctx, cut, layers, first, carried, {}), whole))
+        << "cut before layer " << cut;
+  }
+}
+
+TEST(Trainer, TraceReturnsNamedActivationsAndTheirGradients) {
+  TrainerOptions o = options("float64");
+  o.trace = "layers.*.self_attn,layers.2,norm";
+  const TrainerResult r = run(documents({12}), o);
+  std::vector<std::string> names;
+  for (const auto& [name, value] : r.trace) names.push_back(name);
+  EXPECT_EQ(names,
+            (std::vector<std::string>{"layers.0.self_attn",
+                                      "layers.1.self_attn",
+                                      "layers.2.self_attn",
+                                      "layers.2",
+                                      "layers.3.self_attn",
+                                      "norm",
+                                      "grad:layers.0.self_attn",
+                                      "grad:layers.1.self_attn",
+                                      "grad:layers.2.self_attn",
+                                      "grad:layers.2",
+                                      "grad:layers.3.self_attn",
+                                      "grad:norm"}));
+  for (const auto& [name, value] : r.trace) {
+    EXPECT_EQ(value.size(0), 12) << name;
+    EXPECT_GT(value.abs().sum().item<double>(), 0) << name;
+  }
+}
+
+TEST(Trace, GlobMatching) {
+  EXPECT_TRUE(harness::matches("*", ""));
+  EXPECT_TRUE(harness::matches("layers.*.mlp", "layers.12.mlp"));
+  EXPECT_FALSE(harness::matches("layers.*.mlp", "layers.12.mlp.experts"));
+  EXPECT_TRUE(harness::matches("a,b?", "bc"));
+  EXPECT_FALSE(harness::matches("", "a"));
+}
+
+TEST(Trainer, IdsOutsideTheVocabularyAreRefusedByPosition) {
+  Documents docs = documents({5});
+  docs.ids[3] = tiny()->config().vocab_size;
+  try {
+    run(docs, options("float32", false));
+    FAIL() << "accepted an id outside the vocabulary";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::kInput);
+    EXPECT_NE(std::string(error.what()).find("3"), std::string::npos) << error.what();
+  }
+}
+
+}  // namespace
+}  // namespace lockstep::tests
