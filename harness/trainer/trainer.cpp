@@ -11,7 +11,7 @@
 #include "model/checkpoint/name_table.hpp"
 #include "model/layers/decoder.hpp"
 #include "model/ops/head.hpp"
-#include "parallel/cp/context_parallel.hpp"
+#include "parallel/plan/sequence_plan.hpp"
 
 namespace lockstep::harness {
 namespace {
@@ -52,7 +52,6 @@ struct Trainer::Impl {
 
   TrainerResult run(const Documents& documents);
   void reduce_grads(TrainerResult& result) const;
-  Tensor gather(const Tensor& local, const std::vector<int64_t>& cuts, const char* what) const;
 
   std::shared_ptr<const model::WeightSource> source;
   TrainerOptions options;
@@ -61,14 +60,6 @@ struct Trainer::Impl {
   std::unique_ptr<model::ParamView> params;
   ResidentParameters* resident = nullptr;  ///< params, unless streamed
 };
-
-Tensor Trainer::Impl::gather(const Tensor& local,
-                             const std::vector<int64_t>& cuts,
-                             const char* what) const {
-  std::vector<int64_t> rows;
-  for (size_t r = 0; r + 1 < cuts.size(); ++r) rows.push_back(cuts[r + 1] - cuts[r]);
-  return mesh.cp().all_gather_rows(local.contiguous(), rows, what);
-}
 
 void Trainer::Impl::reduce_grads(TrainerResult& result) const {
   for (const auto& [name, leaf] : resident->leaves()) {
@@ -83,20 +74,8 @@ void Trainer::Impl::reduce_grads(TrainerResult& result) const {
 TrainerResult Trainer::Impl::run(const Documents& documents) {
   const int64_t tokens = documents.packing.global_tokens();
   const parallel::Group& cp = mesh.cp();
-  std::vector<int64_t> cuts =
-      options.cp_cuts.empty() ? parallel::even_cuts(tokens, cp.size()) : options.cp_cuts;
-  LOCKSTEP_CHECK(cuts.back() == tokens && static_cast<int64_t>(cuts.size()) == cp.size() + 1,
-                 kMesh,
-                 "trainer: {} cuts ending at {} do not fit {} ranks and {} tokens",
-                 cuts.size(),
-                 cuts.back(),
-                 cp.size(),
-                 tokens);
-  const int64_t begin = cuts[static_cast<size_t>(cp.rank())],
-                end = cuts[static_cast<size_t>(cp.rank()) + 1];
-  model::LocalSequence local;
-  std::unique_ptr<model::SequenceSeam> split;
-  if (cp.size() > 1) split = parallel::context_parallel(cp, cuts);
+  const parallel::SequencePlan plan = parallel::plan_sequence(mesh, tokens, options.cp_cuts);
+  const int64_t begin = plan.begin, end = plan.end;
 
   PatternTrace trace(options.trace);
   const at::AutoGradMode grad_mode(options.grads);
@@ -104,7 +83,7 @@ TrainerResult Trainer::Impl::run(const Documents& documents) {
                                 .num = options.numerics,
                                 .packing = documents.packing.shard(begin, end),
                                 .params = *params,
-                                .sequence = split ? *split : local,
+                                .sequence = *plan.seam,
                                 .trace = options.trace.empty() ? nullptr : &trace,
                                 .reference = options.reference_ops};
   const model::DecoderOptions decoder{.recompute = options.recompute,
@@ -147,11 +126,13 @@ TrainerResult Trainer::Impl::run(const Documents& documents) {
     result.backward_s = seconds_since(start);
   }
 
-  result.logprobs = gather(result.local_logprobs, cuts, "logprobs");
-  if (options.logits) result.logits = gather(result.local_logits, cuts, "logits");
+  const auto gather = [&](const Tensor& local, std::string_view what) {
+    return cp.all_gather_rows(local.contiguous(), plan.rows(), what);
+  };
+  result.logprobs = gather(result.local_logprobs, "logprobs");
+  if (options.logits) result.logits = gather(result.local_logits, "logits");
   for (const PatternTrace::Named& part : {trace.values(), trace.gradients()}) {
-    for (const auto& [name, value] : part)
-      result.trace.emplace_back(name, gather(value, cuts, name.c_str()));
+    for (const auto& [name, value] : part) result.trace.emplace_back(name, gather(value, name));
   }
   result.peak_rss_bytes = peak_rss_bytes();
   return result;
