@@ -8,7 +8,6 @@
 
 #include "harness/trainer/parameters.hpp"
 #include "harness/trainer/trace.hpp"
-#include "model/checkpoint/name_table.hpp"
 #include "model/layers/decoder.hpp"
 #include "model/ops/head.hpp"
 #include "parallel/plan/sequence_plan.hpp"
@@ -66,8 +65,9 @@ void Trainer::Impl::reduce_grads(TrainerResult& result) const {
     // Every rank reduces every parameter, also those its tokens never touched.
     Tensor grad = leaf.grad().defined() ? leaf.grad().contiguous() : at::zeros_like(leaf.detach());
     mesh.cp().all_reduce_sum(grad, name);
-    for (auto& [disk_name, part] : model::to_disk(config, name, grad))
+    for (auto& [disk_name, part] : source->disk_tensors(name, grad)) {
       result.grads.emplace(std::move(disk_name), std::move(part));
+    }
   }
 }
 

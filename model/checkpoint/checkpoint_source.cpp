@@ -107,6 +107,16 @@ Tensor CheckpointSource::load_rows(const std::string& name, int64_t begin, int64
   return rows;
 }
 
+std::vector<std::pair<std::string, Tensor>> CheckpointSource::disk_tensors(
+    const std::string& name, const Tensor& value) const {
+  const size_t i = index_of(name);
+  const Binding& binding = match_.bindings[i];
+  const std::vector<Tensor> parts = split_parts(parameters_[i], binding.naming, value);
+  std::vector<std::pair<std::string, Tensor>> named;
+  for (size_t k = 0; k < parts.size(); ++k) named.emplace_back(binding.tensors[k], parts[k]);
+  return named;
+}
+
 void CheckpointSource::release(const std::string& name) const {
   const Binding& binding = match_.bindings[index_of(name)];
   for (const std::string& tensor : binding.tensors) files_.release(tensor);

@@ -24,6 +24,8 @@ class CheckpointSource final : public WeightSource {
   [[nodiscard]] Tensor load_rows(const std::string& name,
                                  int64_t begin,
                                  int64_t end) const override;
+  [[nodiscard]] std::vector<std::pair<std::string, Tensor>> disk_tensors(
+      const std::string& name, const Tensor& value) const override;
   void release(const std::string& name) const override;
   [[nodiscard]] bool on_disk() const override { return true; }
   [[nodiscard]] std::vector<std::string> dropped() const override { return match_.dropped; }

@@ -38,6 +38,18 @@ class ParameterList {
   std::map<std::string, size_t> index_;
 };
 
+std::vector<std::pair<std::string, Tensor>> released_tensors(const ModelConfig& config,
+                                                             const Parameter& parameter,
+                                                             const Tensor& value) {
+  const std::vector<Tensor> parts = split_parts(parameter, Naming::kReleased, value);
+  std::vector<std::pair<std::string, Tensor>> named;
+  for (size_t k = 0; k < parts.size(); ++k) {
+    const std::string& part = parameter.parts_in(Naming::kReleased)[k].name;
+    named.emplace_back(disk_name(part, Naming::kReleased, config.composite), parts[k]);
+  }
+  return named;
+}
+
 class MemorySource final : public WeightSource {
  public:
   MemorySource(ModelConfig config, std::map<std::string, Tensor> weights)
@@ -71,6 +83,10 @@ class MemorySource final : public WeightSource {
   }
   [[nodiscard]] Tensor load(const std::string& name) const override {
     return weights_.at(parameters_.at(name).name).contiguous();
+  }
+  [[nodiscard]] std::vector<std::pair<std::string, Tensor>> disk_tensors(
+      const std::string& name, const Tensor& value) const override {
+    return released_tensors(config_, parameters_.at(name), value);
   }
 
  private:
@@ -122,6 +138,10 @@ class SeededSource final : public WeightSource {
       at += part.numel();
     }
     return values.to(p.disk_dtype);
+  }
+  [[nodiscard]] std::vector<std::pair<std::string, Tensor>> disk_tensors(
+      const std::string& name, const Tensor& value) const override {
+    return released_tensors(config_, parameters_.at(name), value);
   }
 
  private:

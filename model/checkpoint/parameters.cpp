@@ -222,4 +222,16 @@ std::string disk_name(std::string_view part_name, Naming naming, bool composite)
   return fmt::format("{}{}", bare ? "" : composite ? "model.language_model." : "model.", part_name);
 }
 
+std::vector<Tensor> split_parts(const Parameter& parameter, Naming naming, const Tensor& value) {
+  check_shape(value, parameter.shape, parameter.name);
+  const Tensor flat = value.contiguous().view({-1});
+  std::vector<Tensor> parts;
+  int64_t first = 0;
+  for (const DiskPart& part : parameter.parts_in(naming)) {
+    parts.push_back(flat.narrow(0, first, part.numel()).view(part.shape));
+    first += part.numel();
+  }
+  return parts;
+}
+
 }  // namespace lockstep::model

@@ -61,4 +61,8 @@ std::vector<Parameter> expected_parameters(const ModelConfig& config);
 /// for internal names. lm_head.weight carries none.
 std::string disk_name(std::string_view part_name, Naming naming, bool composite);
 
+/// The parts of a value of that parameter's shape in one naming, as views with the parts' shapes,
+/// in order.
+std::vector<Tensor> split_parts(const Parameter& parameter, Naming naming, const Tensor& value);
+
 }  // namespace lockstep::model

@@ -6,6 +6,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "model/base/torch.hpp"
@@ -33,6 +34,10 @@ class WeightSource {
   [[nodiscard]] virtual Tensor load(const std::string& name) const = 0;
   /// Rows [begin, end) of dim 0, e.g. the experts of one rank; touches no other data on disk.
   [[nodiscard]] virtual Tensor load_rows(const std::string& name, int64_t begin, int64_t end) const;
+  /// A value of that parameter's shape (a gradient, say) as the tensors of the checkpoint: names
+  /// and shapes of the files, or of the released naming where there is no file. Views of `value`.
+  [[nodiscard]] virtual std::vector<std::pair<std::string, Tensor>> disk_tensors(
+      const std::string& name, const Tensor& value) const = 0;
   /// The parameter's pages may leave memory; loading it again reads the disk again.
   virtual void release(const std::string& /*name*/) const {}
   /// load() reads a file, so that weights larger than memory can be walked layer by layer.

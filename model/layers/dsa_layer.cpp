@@ -73,7 +73,7 @@ Tensor dsa_mixer(const LayerContext& ctx, int64_t layer, const Tensor& x_TD, Ten
                    "layer {}: its indexer is shared but no earlier layer has one",
                    layer);
   }
-  name.record("self_attn.selection", selection);
+  name.record("self_attn.indexer", selection);
 
   const Tensor q = linear(cq_TR, name.param("self_attn.q_b_proj.weight"), num)
                        .view({tokens, cfg.num_attention_heads, cfg.qk_nope_head_dim});

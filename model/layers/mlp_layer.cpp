@@ -23,7 +23,7 @@ Tensor mixture(const LayerContext& ctx, int64_t layer, const Tensor& x_TD) {
                bias = name.param("mlp.gate.e_score_correction_bias");
   const Routing routing = ctx.reference ? route_reference(x_TD, gate, bias, replay, router, num)
                                         : route(x_TD, gate, bias, replay, router, num);
-  name.record("mlp.experts_chosen", routing.experts);
+  name.record("mlp.gate.experts", routing.experts);
 
   const ExpertOrder order = order_by_expert(routing.experts, cfg.n_routed_experts);
   const Tensor rows = take_rows(x_TD, order.token);
