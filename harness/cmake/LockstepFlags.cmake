@@ -9,14 +9,12 @@ add_library(lockstep_numerics INTERFACE)
 target_compile_options(lockstep_numerics INTERFACE
   $<$<COMPILE_LANGUAGE:CXX>:-ffp-contract=off -fno-fast-math -march=${LOCKSTEP_MARCH}>)
 
-# Most files only call tensor functions: optimising their template glue costs build time and gains nothing. The rooms with loops of
-# their own say so (lockstep_room's HOT): there, files without torch headers get -O3, the rest -O2.
+# Most files only call tensor functions: optimising their template glue costs build time and gains nothing. Loops of our own live
+# in files without torch headers, in rooms marked HOT, and get -O3. (The precompiled header fixes one level for all that use it.)
 set(CMAKE_CXX_FLAGS_RELEASE "-O1 -DNDEBUG")
 set(LOCKSTEP_HOT_FLAGS "")
-set(LOCKSTEP_WARM_FLAGS "")
 if(CMAKE_BUILD_TYPE STREQUAL "Release")
   set(LOCKSTEP_HOT_FLAGS "-O3")
-  set(LOCKSTEP_WARM_FLAGS "-O2")
 endif()
 if(LOCKSTEP_SANITIZE)
   add_compile_options(-fsanitize=${LOCKSTEP_SANITIZE} -fno-omit-frame-pointer -O1)

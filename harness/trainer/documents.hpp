@@ -20,8 +20,8 @@ struct Documents {
 /// Concatenates. Empty documents are legal; so is no document at all.
 Documents make_documents(const std::vector<std::vector<int64_t>>& documents);
 
-/// A row as a packer hands it over: ids [T] with documents at cu_seqlens {0, ..., L}, L <= T. Rows from L on are padding; they are
-/// dropped here, before anything can depend on them.
+/// A row as a packer hands it over: ids [T] with documents at cu_seqlens {0, ..., L}, L <= T. Rows
+/// from L on are padding; they are dropped here, before anything can depend on them.
 Documents from_row(const Tensor& ids, std::vector<int64_t> cu_seqlens);
 
 /// Documents of these lengths with reproducible ids in [0, vocab), avoiding `pad` (if >= 0).

@@ -42,10 +42,9 @@ struct Trainer::Impl {
     if (options.stream_layers) {
       params = std::make_unique<StreamedParameters>(*source, options.numerics);
     } else {
-      auto resident =
-          std::make_unique<ResidentParameters>(*source, options.numerics, options.grads);
-      leaves = &resident->leaves();
-      params = std::move(resident);
+      auto all = std::make_unique<ResidentParameters>(*source, options.numerics, options.grads);
+      resident = all.get();
+      params = std::move(all);
     }
   }
 

@@ -24,17 +24,19 @@ struct TrainerOptions {
   bool stream_layers = false;  ///< read each layer's weights from disk when it runs and drop them
                                ///< after; no gradients
   bool reference_ops = false;  ///< plain reference operators instead of the fast forms
+  /// Rows where the sequence is cut over cp ranks, {0, ..., T}; empty: near-even.
+  std::vector<int64_t> cp_cuts;
   std::string trace;  ///< glob over module names whose outputs (and, with grads, gradients) are
                       ///< returned; empty: none
   std::function<void(int64_t done, int64_t total, const char* what)>
       progress;  ///< called per layer; may be empty
 };
 
-/// Everything is that of the whole row on rank 0 (other ranks hold the same scalars and gradients,
-/// and their local rows in local_*). Names of gradients are checkpoint tensor names.
+/// Everything is that of the whole row and the same on every rank; local_* are this rank's rows.
+/// Names of gradients are checkpoint tensor names.
 struct TrainerResult {
-  Tensor logits;    ///< [T, V] float64 in the float64 policy, else float32; rank 0 only; undefined
-                    ///< unless asked for
+  Tensor logits;    ///< [T, V] float64 in the float64 policy, else float32; undefined unless
+                    ///< asked for
   Tensor logprobs;  ///< [T] of each next token, NaN at a document's last
   double loss = 0;  ///< mean next-token cross entropy over all documents; 0 without targets
   int64_t num_targets = 0;
