@@ -194,19 +194,8 @@ void head_weight_gradient(
   parallel_for(0, ceil_div(V, rows), 1, [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; ++task) {
       const int64_t v0 = task * rows;
-      gemm(Op::kTranspose,
-           Op::kNone,
-           std::min(rows, V - v0),
-           D,
-           form.tokens,
-           A(1),
-           dlogits + v0,
-           V,
-           h,
-           D,
-           add ? A(1) : A(0),
-           dweight + v0 * D,
-           D);
+      sum_over_rows(
+          std::min(rows, V - v0), D, form.tokens, dlogits + v0, V, h, D, add, dweight + v0 * D, D);
     }
   });
 }

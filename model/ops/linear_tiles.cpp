@@ -10,6 +10,7 @@ namespace lockstep::model {
 namespace {
 
 constexpr int64_t kFixedTileColumns = 256;
+constexpr int64_t kRunRows = 256;
 constexpr int64_t kMinTiles = 8;         // work for a few cores ...
 constexpr int64_t kMinTileSide = 64;     // ... without tiles too small for BLAS to be fast
 constexpr int64_t kSmallWork = 1 << 16;  // multiply-adds below which a second tile does not pay
@@ -24,8 +25,10 @@ Grid choose_grid(int64_t m, int64_t n, int64_t k, RowTiles rows) {
   const auto tiles = [&] {
     return ((m + g.tile_m - 1) / g.tile_m) * ((n + g.tile_n - 1) / g.tile_n);
   };
+  // Rows are halved first: wide tiles keep BLAS fast.
   while (tiles() < kMinTiles && g.tile_m * g.tile_n * k > kSmallWork) {
-    int64_t& side = g.tile_m >= g.tile_n ? g.tile_m : g.tile_n;
+    const bool halve_n = g.tile_n > 512 || g.tile_m <= kMinTileSide;
+    int64_t& side = halve_n ? g.tile_n : g.tile_m;
     if (side <= kMinTileSide) break;
     side = std::max(kMinTileSide, (side / 2 + 15) / 16 * 16);
   }
@@ -57,6 +60,35 @@ void rows_product(Op op_b,
   std::fill(padded_a + m * k, padded_a + kFixedTileRows * k, A(0));
   gemm(Op::kNone, op_b, kFixedTileRows, n, k, A(1), padded_a, k, b, ldb, A(0), padded_c, n);
   for (int64_t i = 0; i < m; ++i) std::copy_n(padded_c + i * n, n, c + i * ldc);
+}
+
+template <typename A>
+void sum_over_rows(int64_t m,
+                   int64_t n,
+                   int64_t k,
+                   const A* a,
+                   int64_t lda,
+                   const A* b,
+                   int64_t ldb,
+                   bool add,
+                   A* c,
+                   int64_t ldc) {
+  for (int64_t i = 0; k == 0 && !add && i < m; ++i) std::fill_n(c + i * ldc, n, A(0));
+  for (int64_t r = 0; r < k; r += kRunRows) {
+    gemm(Op::kTranspose,
+         Op::kNone,
+         m,
+         n,
+         std::min(kRunRows, k - r),
+         A(1),
+         a + r * lda,
+         lda,
+         b + r * ldb,
+         ldb,
+         add || r > 0 ? A(1) : A(0),
+         c,
+         ldc);
+  }
 }
 
 template <typename A, typename Out>
@@ -96,6 +128,8 @@ void tiled_product(Op op_a,
       }
       if (fixed) {
         rows_product(op_b, mt, nt, k, at, lda, bt, ldb, target, ld, rows, scratch.data());
+      } else if (op_a == Op::kTranspose && op_b == Op::kNone) {
+        sum_over_rows(mt, nt, k, at, lda, bt, ldb, false, target, ld);
       } else {
         gemm(op_a, op_b, mt, nt, k, A(1), at, lda, bt, ldb, A(0), target, ld);
       }
@@ -109,6 +143,18 @@ void tiled_product(Op op_a,
   });
 }
 
+template void sum_over_rows(
+    int64_t, int64_t, int64_t, const float*, int64_t, const float*, int64_t, bool, float*, int64_t);
+template void sum_over_rows(int64_t,
+                            int64_t,
+                            int64_t,
+                            const double*,
+                            int64_t,
+                            const double*,
+                            int64_t,
+                            bool,
+                            double*,
+                            int64_t);
 template void rows_product(Op,
                            int64_t,
                            int64_t,

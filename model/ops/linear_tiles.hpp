@@ -16,7 +16,8 @@ enum class RowTiles : uint8_t {
 };
 
 /// C[m,n] = op(A)[m,k] op(B)[k,n], row-major, accumulated in A's type and rounded once to Out. The
-/// grid of tiles depends on m, n and k only; k is never cut. kFixed needs op_a = kNone.
+/// grid of tiles depends on m, n and k only. kFixed needs op_a = kNone. With op_a = kTranspose,
+/// which is a sum over rows, k is cut as in sum_over_rows; otherwise it is not cut.
 template <typename A, typename Out>
 void tiled_product(Op op_a,
                    Op op_b,
@@ -46,6 +47,21 @@ void rows_product(Op op_b,
                   int64_t ldc,
                   RowTiles rows,
                   A* scratch);
+
+/// C[m,n] = or += A[k,m]^T B[k,n], one tile: runs of 256 rows of A and B, added in order. Short
+/// runs are faster than one long product, whose strided reads of A miss the translation buffer. k =
+/// 0 gives zeros (or C).
+template <typename A>
+void sum_over_rows(int64_t m,
+                   int64_t n,
+                   int64_t k,
+                   const A* a,
+                   int64_t lda,
+                   const A* b,
+                   int64_t ldb,
+                   bool add,
+                   A* c,
+                   int64_t ldc);
 
 inline constexpr int64_t kFixedTileRows = 64;
 

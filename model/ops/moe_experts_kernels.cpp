@@ -1,6 +1,7 @@
 // Grouped products over experts. Work is cut into (expert, tile of rows, block of columns), one
 // BLAS call on one thread each; the cut depends on the row counts only, never on the threads.
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 #include "model/base/parallel.hpp"
@@ -64,6 +65,32 @@ std::vector<A> buffer(int64_t count) {
   return std::vector<A>(static_cast<size_t>(count));
 }
 
+/// rows_product into stored activations: directly where nothing is rounded, else through `tile`.
+template <typename W>
+void rows_product_into(Op op_b,
+                       const Task& t,
+                       int64_t k,
+                       const typename W::Acc* a,
+                       int64_t lda,
+                       const typename W::Acc* b,
+                       int64_t ldb,
+                       typename W::Act* to,
+                       int64_t ld,
+                       RowTiles tiles,
+                       std::vector<typename W::Acc>& tile,
+                       std::vector<typename W::Acc>& padding) {
+  if constexpr (std::is_same_v<W, WidthBf16>) {
+    rows_product(
+        op_b, t.rows, t.columns, k, a, lda, b, ldb, tile.data(), t.columns, tiles, padding.data());
+    for (int64_t r = 0; r < t.rows; ++r) {
+      const typename W::Acc* from = tile.data() + r * t.columns;
+      for (int64_t c = 0; c < t.columns; ++c) store(to + r * ld + c, from[c]);
+    }
+  } else {
+    rows_product(op_b, t.rows, t.columns, k, a, lda, b, ldb, to, ld, tiles, padding.data());
+  }
+}
+
 }  // namespace
 
 template <typename W>
@@ -83,6 +110,17 @@ void experts_forward(const ExpertsForm& form,
     for (int64_t i = begin; i < end; ++i) {
       const Task& t = inner[static_cast<size_t>(i)];
       const int64_t weights = (t.expert - slice.first) * slice.gate_stride + t.column * D;
+      // Gate and up go straight to where they are kept, unless they are rounded on the way.
+      typename W::Act* kept = gate_up == nullptr ? nullptr : gate_up + t.row * 2 * I + t.column;
+      A *g = gate.data(), *u = up.data();
+      int64_t ld = t.columns;
+      if constexpr (!std::is_same_v<W, WidthBf16>) {
+        if (kept != nullptr) {
+          g = kept;
+          u = kept + I;
+          ld = 2 * I;
+        }
+      }
       const auto product = [&](const A* weight, A* to) {
         rows_product(Op::kTranspose,
                      t.rows,
@@ -93,20 +131,22 @@ void experts_forward(const ExpertsForm& form,
                      weight + weights,
                      D,
                      to,
-                     t.columns,
+                     ld,
                      form.tiles,
                      padding.data());
-        for (int64_t e = 0; e < t.rows * t.columns; ++e) to[e] = W::round(to[e]);
       };
-      product(slice.gate, gate.data());
-      product(slice.up, up.data());
-      for (int64_t r = 0; r < t.rows; ++r) {
-        const A *g = gate.data() + r * t.columns, *u = up.data() + r * t.columns;
+      product(slice.gate, g);
+      product(slice.up, u);
+      for (int64_t r = 0; r < t.rows; ++r, g += ld, u += ld) {
+        if constexpr (std::is_same_v<W, WidthBf16>) {
+          for (int64_t c = 0; c < t.columns; ++c) g[c] = W::round(g[c]);
+          for (int64_t c = 0; c < t.columns; ++c) u[c] = W::round(u[c]);
+          if (kept != nullptr) {
+            for (int64_t c = 0; c < t.columns; ++c) store(kept + r * 2 * I + c, g[c]);
+            for (int64_t c = 0; c < t.columns; ++c) store(kept + r * 2 * I + I + c, u[c]);
+          }
+        }
         swiglu_forward<W>(form.swiglu, t.columns, g, u, h + (t.row + r) * I + t.column);
-        if (gate_up == nullptr) continue;
-        typename W::Act* kept = gate_up + (t.row + r) * 2 * I + t.column;
-        for (int64_t c = 0; c < t.columns; ++c) store(kept + c, g[c]);
-        for (int64_t c = 0; c < t.columns; ++c) store(kept + I + c, u[c]);
       }
     }
   });
@@ -117,23 +157,18 @@ void experts_forward(const ExpertsForm& form,
     for (int64_t i = begin; i < end; ++i) {
       const Task& t = outer[static_cast<size_t>(i)];
       const A* down = slice.down + (t.expert - slice.first) * D * I + t.column * I;
-      rows_product(Op::kTranspose,
-                   t.rows,
-                   t.columns,
-                   I,
-                   h + t.row * I,
-                   I,
-                   down,
-                   I,
-                   tile.data(),
-                   t.columns,
-                   form.tiles,
-                   padding.data());
-      for (int64_t r = 0; r < t.rows; ++r) {
-        typename W::Act* to = out + (t.row + r) * D + t.column;
-        for (int64_t c = 0; c < t.columns; ++c)
-          store(to + c, tile[static_cast<size_t>(r * t.columns + c)]);
-      }
+      rows_product_into<W>(Op::kTranspose,
+                           t,
+                           I,
+                           h + t.row * I,
+                           I,
+                           down,
+                           I,
+                           out + t.row * D + t.column,
+                           D,
+                           form.tiles,
+                           tile,
+                           padding);
     }
   });
 }
@@ -203,29 +238,42 @@ void input_gradient(const ExpertsForm& form,
     for (int64_t i = begin; i < end; ++i) {
       const Task& t = tasks[static_cast<size_t>(i)];
       const int64_t weights = (t.expert - slice.first) * slice.gate_stride + t.column;
-      const auto product = [&](const A* d, const A* weight, int64_t k, A* to) {
+      const A* d = dgate_up + t.row * 2 * I;
+      typename W::Act* to = dx + t.row * D + t.column;
+      if (adjacent) {
+        rows_product_into<W>(Op::kNone,
+                             t,
+                             2 * I,
+                             d,
+                             2 * I,
+                             slice.gate + weights,
+                             D,
+                             to,
+                             D,
+                             form.tiles,
+                             tile,
+                             padding);
+        continue;
+      }
+      const auto product = [&](const A* from, const A* weight, A* part) {
         rows_product(Op::kNone,
                      t.rows,
                      t.columns,
-                     k,
-                     d + t.row * 2 * I,
+                     I,
+                     from,
                      2 * I,
                      weight + weights,
                      D,
-                     to,
+                     part,
                      t.columns,
                      form.tiles,
                      padding.data());
       };
-      product(dgate_up, slice.gate, adjacent ? 2 * I : I, tile.data());
-      if (!adjacent) {
-        product(dgate_up + I, slice.up, I, second.data());
-        for (size_t e = 0; e < second.size(); ++e) tile[e] += second[e];
-      }
+      product(d, slice.gate, tile.data());
+      product(d + I, slice.up, second.data());
       for (int64_t r = 0; r < t.rows; ++r) {
-        typename W::Act* to = dx + (t.row + r) * D + t.column;
-        for (int64_t c = 0; c < t.columns; ++c)
-          store(to + c, tile[static_cast<size_t>(r * t.columns + c)]);
+        const A *first = tile.data() + r * t.columns, *other = second.data() + r * t.columns;
+        for (int64_t c = 0; c < t.columns; ++c) store(to + r * D + c, first[c] + other[c]);
       }
     }
   });
@@ -265,25 +313,10 @@ void weight_gradients(const ExpertsForm& form,
       A* to = (is_down ? grads.down + e * D * I
                        : (t.which == 0 ? grads.gate : grads.up) + e * slice.gate_stride) +
               t.row * columns;
-      if (count == 0) {
-        std::fill_n(to, t.rows * columns, A(0));
-        continue;
-      }
       const A* left = is_down ? dout + r0 * D + t.row : dgate_up + r0 * 2 * I + t.which * I + t.row;
       const A* right = is_down ? h + r0 * I : x + r0 * D;
-      gemm(Op::kTranspose,
-           Op::kNone,
-           t.rows,
-           columns,
-           count,
-           A(1),
-           left,
-           is_down ? D : 2 * I,
-           right,
-           columns,
-           A(0),
-           to,
-           columns);
+      sum_over_rows(
+          t.rows, columns, count, left, is_down ? D : 2 * I, right, columns, false, to, columns);
     }
   });
 }

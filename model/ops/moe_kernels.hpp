@@ -48,7 +48,7 @@ void swiglu_forward(const SwigluForm& form,
                     const typename W::Acc* up,
                     typename W::Acc* h);
 
-/// Also h again; dgate and dup are not rounded. dgate may be gate's place, dup up's.
+/// Also h again; dgate and dup are not rounded. No array may overlap another.
 template <typename W>
 void swiglu_backward(const SwigluForm& form,
                      int64_t count,

@@ -1,4 +1,5 @@
-#include <algorithm>
+#include <cmath>
+#include <type_traits>
 
 #include "model/ops/moe_kernels.hpp"
 
@@ -45,6 +46,24 @@ void with_form(const SwigluForm& form, F&& f) {
   }
 }
 
+/// restrict, because the run-time test for overlaps of six arrays is one the compiler gives up on.
+template <typename W, int kRoundings, bool kDivide>
+void unclamped_gradient(int64_t count,
+                        typename W::Acc limit,
+                        const typename W::Acc* __restrict gate,
+                        const typename W::Acc* __restrict up,
+                        const typename W::Acc* __restrict dh,
+                        typename W::Acc* __restrict h,
+                        typename W::Acc* __restrict dgate,
+                        typename W::Acc* __restrict dup) {
+  for (int64_t i = 0; i < count; ++i) {
+    const Swiglu<W, kRoundings, kDivide> s(gate[i], up[i], limit);
+    h[i] = s.h;
+    dgate[i] = dh[i] * s.up * s.slope();
+    dup[i] = dh[i] * s.activated;
+  }
+}
+
 }  // namespace
 
 template <typename W>
@@ -73,15 +92,14 @@ void swiglu_backward(const SwigluForm& form,
   using A = typename W::Acc;
   const A limit = static_cast<A>(form.limit);
   with_form<W>(form, [&]<int kRoundings, bool kDivide>() {
-    for (int64_t i = 0; i < count; ++i) {
-      const A g = gate[i], u = up[i], d = dh[i];
-      const Swiglu<W, kRoundings, kDivide> s(g, u, limit);
-      h[i] = s.h;
-      const A dg = d * s.up * s.slope(), du = d * s.activated;
-      dgate[i] = g > limit ? A(0) : dg;
-      dup[i] = (u > limit) | (u < -limit) ? A(0) : du;
-    }
+    unclamped_gradient<W, kRoundings, kDivide>(count, limit, gate, up, dh, h, dgate, dup);
   });
+  // On its own, because the compiler does not vectorise the loop above with selects in it.
+  for (int64_t i = 0; i < count; ++i) {
+    const A dg = dgate[i], du = dup[i];
+    dgate[i] = gate[i] > limit ? A(0) : dg;
+    dup[i] = std::abs(up[i]) > limit ? A(0) : du;
+  }
 }
 
 template void swiglu_forward<WidthF64>(
