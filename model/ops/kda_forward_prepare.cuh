@@ -97,39 +97,51 @@ LOCKSTEP_DEVICE uint2 pack4(float a, float b, float c, float d) {
   return {pack_bf16(a, b), pack_bf16(c, d)};
 }
 
-/// Gram products of one (row block, column block) pair: 16 x 16 entries of k k^T and q k^T. The column
-/// operand gets the pair's power of two on the way.
-LOCKSTEP_DEVICE void gram_pair(
-    float (&kk)[2][4], float (&qk)[2][4], uint32_t shared, int row_block, int col_block, int lane) {
-  const uint32_t row = row_block * kSub + (lane & 15);
-  const uint32_t column = col_block * kSub + (lane & 7) + ((lane >> 4) << 3);
-  const uint32_t rows_at = shared + slab_offset(row, lane >> 4);
-  const uint32_t columns_at = shared + kColumns + slab_offset(column, (lane >> 3) & 1);
-  const uint32_t factors_at =
-      shared + kFactors + pair_index(row_block, col_block) * (kDim * 2) + (lane & 3) * 4;
+/// Gram products of kPairs (row block, column block) pairs at once, 16 x 16 entries of k k^T and q k^T
+/// each. The column operand gets the pair's power of two on the way.
+template <int kPairs>
+LOCKSTEP_DEVICE void gram_pairs(float (&kk)[kPairs][2][4],
+                                float (&qk)[kPairs][2][4],
+                                uint32_t shared,
+                                const int (&row_block)[kPairs],
+                                const int (&col_block)[kPairs],
+                                int lane) {
+  uint32_t rows_at[kPairs], columns_at[kPairs], factors_at[kPairs];
 #pragma unroll
-  for (int n = 0; n < 2; ++n)
+  for (int i = 0; i < kPairs; ++i) {
+    const uint32_t row = row_block[i] * kSub + (lane & 15);
+    const uint32_t column = col_block[i] * kSub + (lane & 7) + ((lane >> 4) << 3);
+    rows_at[i] = shared + slab_offset(row, lane >> 4);
+    columns_at[i] = shared + kColumns + slab_offset(column, (lane >> 3) & 1);
+    factors_at[i] =
+        shared + kFactors + pair_index(row_block[i], col_block[i]) * (kDim * 2) + (lane & 3) * 4;
 #pragma unroll
-    for (int e = 0; e < 4; ++e) kk[n][e] = qk[n][e] = 0.0f;
-#pragma unroll 4
+    for (int n = 0; n < 2; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) kk[i][n][e] = qk[i][n][e] = 0.0f;
+  }
+#pragma unroll kPairs == 1 ? 8 : 4
   for (int step = 0; step < 8; ++step) {
     // The swizzle is an exclusive or on address bits 4-6, so it composes with the step.
     const uint32_t slab = step >> 2, piece = (step & 3) * 2;
-    const uint32_t at = (rows_at ^ (piece << 4)) + slab * kSlab;
-    uint32_t a_k[4], a_q[4], b[4];
-    load_matrix4(a_k, at + kRowK);
-    load_matrix4(a_q, at + kRowQ);
-    load_matrix4(b, (columns_at ^ (piece << 4)) + slab * kSlab);
-    const uint32_t low = load_shared4(factors_at + step * 32);
-    const uint32_t high = load_shared4(factors_at + step * 32 + 16);
-    b[0] = multiply_bf16(b[0], low);
-    b[1] = multiply_bf16(b[1], high);
-    b[2] = multiply_bf16(b[2], low);
-    b[3] = multiply_bf16(b[3], high);
-    mma_bf16(kk[0], a_k, b[0], b[1]);
-    mma_bf16(qk[0], a_q, b[0], b[1]);
-    mma_bf16(kk[1], a_k, b[2], b[3]);
-    mma_bf16(qk[1], a_q, b[2], b[3]);
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      const uint32_t at = (rows_at[i] ^ (piece << 4)) + slab * kSlab;
+      uint32_t a_k[4], a_q[4], b[4];
+      load_matrix4(a_k, at + kRowK);
+      load_matrix4(a_q, at + kRowQ);
+      load_matrix4(b, (columns_at[i] ^ (piece << 4)) + slab * kSlab);
+      const uint32_t low = load_shared4(factors_at[i] + step * 32);
+      const uint32_t high = load_shared4(factors_at[i] + step * 32 + 16);
+      b[0] = multiply_bf16(b[0], low);
+      b[1] = multiply_bf16(b[1], high);
+      b[2] = multiply_bf16(b[2], low);
+      b[3] = multiply_bf16(b[3], high);
+      mma_bf16(kk[i][0], a_k, b[0], b[1]);
+      mma_bf16(qk[i][0], a_q, b[0], b[1]);
+      mma_bf16(kk[i][1], a_k, b[2], b[3]);
+      mma_bf16(qk[i][1], a_q, b[2], b[3]);
+    }
   }
 }
 
@@ -286,23 +298,31 @@ LOCKSTEP_DEVICE void multiply_by_solve(uint32_t shared, int source, int destinat
   const uint64_t a = operand_k_major(shared + kSolve);
   const int warp = thread >> 5, lane = thread & 31;
   const uint32_t at = shared + destination + slab_offset(warp * 16 + (lane & 15), lane >> 4);
-  float d[32];
-#pragma unroll 1  // the thread also holds its next item's rows: one accumulator of 32 has to do
+  float d[2][32];
+  wgmma_fence();
+#pragma unroll
   for (int half = 0; half < 2; ++half) {
     const uint64_t b = operand_outer_major(shared + source + half * kSlab, kSlab);
-    wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < 4; ++step) wgmma_64_shared(d, a + step * 2, b + step * 128, step > 0);
+    for (int step = 0; step < 4; ++step)
+      wgmma_64_shared(d[half], a + step * 2, b + step * 128, step > 0);
     wgmma_commit();
-    wgmma_wait<0>();
-    pin(d);
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    if (half == 0) {
+      wgmma_wait<1>();
+    } else {
+      wgmma_wait<0>();
+    }
+    pin(d[half]);
 #pragma unroll
     for (int j = 0; j < 8; j += 2)
       store_matrix4((at ^ (j << 4)) + half * kSlab,
-                    pack_bf16(d[4 * j], d[4 * j + 1]),
-                    pack_bf16(d[4 * j + 2], d[4 * j + 3]),
-                    pack_bf16(d[4 * j + 4], d[4 * j + 5]),
-                    pack_bf16(d[4 * j + 6], d[4 * j + 7]));
+                    pack_bf16(d[half][4 * j], d[half][4 * j + 1]),
+                    pack_bf16(d[half][4 * j + 2], d[half][4 * j + 3]),
+                    pack_bf16(d[half][4 * j + 4], d[half][4 * j + 5]),
+                    pack_bf16(d[half][4 * j + 6], d[half][4 * j + 7]));
   }
 }
 
@@ -655,21 +675,22 @@ LOCKSTEP_DEVICE void prepare_items(
       const GroupThread me;
       const int warp = me.warp, lane = me.lane;
       if (warp < 4) {
-        float kk[2][4], qk[2][4], x[16];
-        gram_pair(kk, qk, shared, warp, warp, lane);
-        invert_diagonal(x, kk, base, beta, warp, lane);
+        float kk[1][2][4], qk[1][2][4], x[16];
+        gram_pairs<1>(kk, qk, shared, {warp}, {warp}, lane);
+        invert_diagonal(x, kk[0], base, beta, warp, lane);
         named_barrier(kGroupBarrier, kPrepareThreads);
-        store_pair<true>(kk, qk, shared, beta, warp, warp, lane);
+        store_pair<true>(kk[0], qk[0], shared, beta, warp, warp, lane);
         store_diagonal_solve(x, base, beta, warp, lane);
       } else {
+        // Two pairs in one go; the second of warps 6 and 7 repeats work of 4 and 5 and is not kept.
         float kk[2][2][4], qk[2][2][4];
-        const int row_block = warp < 6 ? warp - 3 : 3, col_block = warp < 6 ? 0 : warp - 6;
-        gram_pair(kk[0], qk[0], shared, row_block, col_block, lane);
-        if (warp < 6) gram_pair(kk[1], qk[1], shared, warp - 2, warp - 3, lane);
+        const int row_block[2] = {warp < 6 ? warp - 3 : 3, 2 + (warp & 1)};
+        const int col_block[2] = {warp < 6 ? 0 : warp - 6, 1 + (warp & 1)};
+        gram_pairs<2>(kk, qk, shared, row_block, col_block, lane);
         if (more) load_gate(shared, p, info, head, warp, lane);
         named_barrier(kGroupBarrier, kPrepareThreads);
-        store_pair<false>(kk[0], qk[0], shared, beta, row_block, col_block, lane);
-        if (warp < 6) store_pair<false>(kk[1], qk[1], shared, beta, warp - 2, warp - 3, lane);
+        store_pair<false>(kk[0], qk[0], shared, beta, row_block[0], col_block[0], lane);
+        if (warp < 6) store_pair<false>(kk[1], qk[1], shared, beta, row_block[1], col_block[1], lane);
       }
       if (warp < 6) store_shared_zero16(shared + kSolve + upper_offset(warp, lane));
     }
