@@ -1,7 +1,7 @@
 #pragma once
 
-// Thin wrappers around the sm_90a instructions that the kernels here use. No policy: names follow the
-// PTX instruction, one line each.
+// Thin wrappers around the sm_90a instructions that the kernels here use. No policy: names follow
+// the PTX instruction, one line each.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -92,8 +92,8 @@ LOCKSTEP_DEVICE void fence_barrier_init() {
 LOCKSTEP_DEVICE void fence_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
-/// Global memory written by ordinary stores and seen by this thread, before bulk copies read it, and
-/// the other way round.
+/// Global memory written by ordinary stores and seen by this thread, before bulk copies read it,
+/// and the other way round.
 LOCKSTEP_DEVICE void fence_async_global() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
@@ -127,10 +127,13 @@ LOCKSTEP_DEVICE void store_release_shared(uint32_t address, int value) {
 
 // ---- copies -----------------------------------------------------------------------------------
 
-LOCKSTEP_DEVICE void bulk_load(uint32_t destination, const void* source, uint32_t bytes, uint32_t bar) {
+LOCKSTEP_DEVICE void bulk_load(uint32_t destination,
+                               const void* source,
+                               uint32_t bytes,
+                               uint32_t bar) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-          destination),
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(destination),
       "l"(source),
       "r"(bytes),
       "r"(bar)
@@ -157,7 +160,8 @@ LOCKSTEP_DEVICE void copy16(uint32_t destination, const void* source, bool valid
                : "memory");
 }
 LOCKSTEP_DEVICE void copy4(uint32_t destination, const void* source) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(destination), "l"(source) : "memory");
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(destination), "l"(source)
+               : "memory");
 }
 LOCKSTEP_DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kPending>
@@ -202,7 +206,8 @@ LOCKSTEP_DEVICE void load_matrix4_transposed(uint32_t (&r)[4], uint32_t address)
                : "r"(address)
                : "memory");
 }
-LOCKSTEP_DEVICE void store_matrix4(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+LOCKSTEP_DEVICE void store_matrix4(
+    uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
                "r"(a),
                "r"(b),
@@ -212,26 +217,25 @@ LOCKSTEP_DEVICE void store_matrix4(uint32_t address, uint32_t a, uint32_t b, uin
 }
 LOCKSTEP_DEVICE void store_matrix4_transposed(
     uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
-               "r"(a),
-               "r"(b),
-               "r"(c),
-               "r"(d)
-               : "memory");
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+      "r"(a),
+      "r"(b),
+      "r"(c),
+      "r"(d)
+      : "memory");
 }
 
 // ---- warp matrix product, 16x8x16 -------------------------------------------------------------
 
 LOCKSTEP_DEVICE void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
       "{%0,%1,%2,%3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 LOCKSTEP_DEVICE void mma_fp16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
       "{%0,%1,%2,%3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
@@ -239,21 +243,23 @@ LOCKSTEP_DEVICE void mma_fp16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0
 
 // ---- warpgroup matrix product -----------------------------------------------------------------
 
-/// Operand whose rows (M or N) are 128 bytes of the contraction index, 128-byte swizzle, 8-row groups
-/// 1024 bytes apart. A k step of 16 is 32 bytes further.
+/// Operand whose rows (M or N) are 128 bytes of the contraction index, 128-byte swizzle, 8-row
+/// groups 1024 bytes apart. A k step of 16 is 32 bytes further.
 LOCKSTEP_DEVICE uint64_t operand_k_major(uint32_t address) {
   return static_cast<uint64_t>((address & 0x3ffff) >> 4) | (uint64_t{1} << 16) |
          (uint64_t{1024 >> 4} << 32) | (uint64_t{1} << 62);
 }
-/// Operand whose contraction rows are 128 bytes (64 elements) of the outer index; further groups of 64
-/// outer elements lie `slab_bytes` apart. A k step of 16 is 2048 bytes further.
+/// Operand whose contraction rows are 128 bytes (64 elements) of the outer index; further groups of
+/// 64 outer elements lie `slab_bytes` apart. A k step of 16 is 2048 bytes further.
 LOCKSTEP_DEVICE uint64_t operand_outer_major(uint32_t address, uint32_t slab_bytes) {
   return static_cast<uint64_t>((address & 0x3ffff) >> 4) |
          (static_cast<uint64_t>(slab_bytes >> 4) << 16) | (uint64_t{1024 >> 4} << 32) |
          (uint64_t{1} << 62);
 }
 LOCKSTEP_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-LOCKSTEP_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+LOCKSTEP_DEVICE void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
 template <int kPending>
 LOCKSTEP_DEVICE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
@@ -280,20 +286,32 @@ LOCKSTEP_DEVICE void wgmma_64(float (&d)[32], const uint32_t* a, uint64_t b, boo
       "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,"
       "%25,%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, %36, p, 1, %38, 0;\n}\n"
       : LOCKSTEP_D8(d, 0), LOCKSTEP_D8(d, 8), LOCKSTEP_D8(d, 16), LOCKSTEP_D8(d, 24)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kSign));
+      : "r"(a[0]),
+        "r"(a[1]),
+        "r"(a[2]),
+        "r"(a[3]),
+        "l"(b),
+        "r"(static_cast<int>(accumulate)),
+        "n"(kSign));
 }
 
-#define LOCKSTEP_WGMMA_128_D                                                                       \
-  "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,"    \
-  "%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"   \
+#define LOCKSTEP_WGMMA_128_D                                                                     \
+  "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,"  \
+  "%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47," \
   "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}"
 
 /// d[64x128] += a[64x16] b[16x128]; a in registers, b outer-major.
 LOCKSTEP_DEVICE void wgmma_128_outer(float (&d)[64], const uint32_t* a, uint64_t b) {
   asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " LOCKSTEP_WGMMA_128_D
                ", {%64,%65,%66,%67}, %68, 1, 1, 1, 1;\n"
-               : LOCKSTEP_D8(d, 0), LOCKSTEP_D8(d, 8), LOCKSTEP_D8(d, 16), LOCKSTEP_D8(d, 24),
-                 LOCKSTEP_D8(d, 32), LOCKSTEP_D8(d, 40), LOCKSTEP_D8(d, 48), LOCKSTEP_D8(d, 56)
+               : LOCKSTEP_D8(d, 0),
+                 LOCKSTEP_D8(d, 8),
+                 LOCKSTEP_D8(d, 16),
+                 LOCKSTEP_D8(d, 24),
+                 LOCKSTEP_D8(d, 32),
+                 LOCKSTEP_D8(d, 40),
+                 LOCKSTEP_D8(d, 48),
+                 LOCKSTEP_D8(d, 56)
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 /// d[64x64] (+)= a[64x16] b[16x64]; a in shared memory contraction-major, b outer-major.

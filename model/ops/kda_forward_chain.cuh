@@ -1,10 +1,10 @@
 #pragma once
 
-// The state chain of one head and one half of V: one warpgroup, and one thread that copies the tiles.
-// Everything is computed transposed (S^T: V rows, K columns), so that each result is, register for
-// register, the left operand of the next product: the state, N and the output never pass through
-// shared memory on the way from one product to the next. W and U are staged twice, the other tiles
-// once: a tile is fetched again as soon as its product has been taken.
+// The state chain of one head and one half of V: one warpgroup, and one thread that copies the
+// tiles. Everything is computed transposed (S^T: V rows, K columns), so that each result is,
+// register for register, the left operand of the next product: the state, N and the output never
+// pass through shared memory on the way from one product to the next. W and U are staged twice, the
+// other tiles once: a tile is fetched again as soon as its product has been taken.
 
 #include "model/ops/kda_forward_tiles.cuh"
 
@@ -12,9 +12,9 @@ namespace lockstep::model::kda {
 
 using namespace hopper;
 
-constexpr int kOutRow = 48;                  // bytes per token of a warp's output patch (16 V + pad)
+constexpr int kOutRow = 48;  // bytes per token of a warp's output patch (16 V + pad)
 constexpr int kOutPatch = kChunk * kOutRow;
-constexpr int kChainA = 0;                   // two stages of W and half of U
+constexpr int kChainA = 0;  // two stages of W and half of U
 constexpr int kStageA = kTile + kSlab;
 constexpr int kChainQ = kChainA + 2 * kStageA;
 constexpr int kChainK = kChainQ + kTile;
@@ -69,7 +69,9 @@ LOCKSTEP_DEVICE void chain_fetch_ahead(
     barrier_wait(bar.used_a(stage), ((chunk >> 1) & 1) ^ 1);
     barrier_expect_bytes(bar.full_a(stage), kStageA);
     bulk_load(shared + kChainA + stage * kStageA, source + kTileW, kTile, bar.full_a(stage));
-    bulk_load(shared + kChainA + stage * kStageA + kTile, source + kTileU + half * kSlab, kSlab,
+    bulk_load(shared + kChainA + stage * kStageA + kTile,
+              source + kTileU + half * kSlab,
+              kSlab,
               bar.full_a(stage));
     if (++slot == p.ring) slot = 0;
   }
@@ -146,7 +148,7 @@ LOCKSTEP_DEVICE void chain_consume(
   const int warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
   const uint32_t patch = shared + kChainOut + warp * kOutPatch;
   const int64_t row_stride = int64_t{p.row_heads} * kDim;
-  const int column = half * 64 + warp * 16;  // first V column of this warp
+  const int column = half * 64 + warp * 16;       // first V column of this warp
   constexpr float kScale = 0.08838834764831845f;  // 128^-1/2, applied to the output
   float s[64], n[32], o[32];
   uint32_t sb[32], nb[16], ob[16];
@@ -223,7 +225,8 @@ LOCKSTEP_DEVICE void chain_consume(
         for (int k = 0; k < 4; ++k) wgmma_128_outer(s, nb + 4 * k, kd + k * 128);
         wgmma_commit();
         barrier_wait(bar.full_m(), parity);
-        // All of the record has been copied: no write is to be ordered, so a plain store frees the slot.
+        // All of the record has been copied: no write is to be ordered, so a plain store frees the
+        // slot.
         if (thread == 0) store_relaxed(p.consumed + 2 * head + half, chunk + 1);
         wgmma_fence();
 #pragma unroll

@@ -1,7 +1,48 @@
 #pragma once
 
-// Kernels of the KDA forward pass. (The design note stands at the end of this comment's file history;
-// see below.)
+// KDA forward for sm_90a: one cooperative launch, one block per multiprocessor. Why it looks like
+// this:
+//
+// Work. Per chunk of 64 tokens and head there is a part that needs no state (gate, norms, Gram
+// matrices, the inverse, W and U: "preparation") and a serial part (N = U - W S, O, S: "chain").
+// The chain is short but sequential; preparation is where the instructions are (about 15000 warp
+// instructions and 300 special-function ones per warp and chunk), so it must run on all
+// multiprocessors, beside the chains.
+//
+// Chain. Columns of S (the V axis) never interact, so a head is cut into two V halves: 128 chains
+// for 64 heads on 132 multiprocessors. A chain is one warpgroup working on S^T: accumulators of one
+// wgmma are, register for register, the left operand of the next, so S, N and O never pass through
+// shared memory between products; only W, U, Q~, K-, M are fetched, each again as soon as it has
+// been used.
+//
+// Between them. A tile record (72.5 KB) per (chunk, head), laid out as it will lie in shared
+// memory, in a ring of a few slots per head that stays in L2: device memory sees only inputs and o.
+// A publisher warp stores and releases records, a fetching warp acquires them; a slot is written
+// again after both halves have counted it. The same kernels in two launches with a record per chunk
+// took 0.65 / 2.5 / 10.1 ms at 8K / 32K / 128K tokens, bound by device memory; chains on 64
+// multiprocessors and preparation on the other 68 took 0.95 / 3.7 / 14.8, bound by preparation.
+//
+// Block: 512 threads. Warpgroup 0: chain, 208 registers. Warpgroups 1, 2: preparation, 136
+// registers. Warpgroup 3: two fetching warps and the publisher, 32 registers. Shared memory 219 KB,
+// hence one preparation group per block and nearly no L1: a spilled register comes back from L2,
+// and what crosses phases is read again instead (GroupThread). The compiler must report no C7510 /
+// C7514 (serialised wgmma) and next to no spills; long straight code costs instruction fetches, so
+// one copy serves all warps.
+//
+// Limits and what to try next (64 heads, 8K: about 13500 cycles per chunk and group, floor 4000):
+// - phases of one group do not overlap: half of the time goes to the latency of Gram products,
+// inverse
+//   and solve (about 6500 cycles), half to gate, norms and operands. Two groups per block, or the
+//   next chunk's gate under this chunk's inverse, needs 60-100 KB of shared memory that the chain's
+//   tiles occupy; with k, q, f fetched by asynchronous copies and single-buffered W, U the overlap
+//   was built and won nothing, because the group then waits for its own W and U to leave shared
+//   memory.
+// - handing tiles to the peer block of a cluster through distributed shared memory instead of L2
+// (both
+//   halves of a head need the same Q~, K-, W, M) would halve L2 reads.
+// - one exponential less per element by writing exp2(A' - x) as a product with a reciprocal; part
+// of
+//   the exponentials as polynomials on the FMA pipe.
 
 #include "model/ops/kda_forward_chain.cuh"
 #include "model/ops/kda_forward_prepare.cuh"
@@ -58,9 +99,8 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(Params p) {
     }
     const int64_t begin = p.cu_seqlens[low] + int64_t{chunk - p.chunk_begin[low]} * kChunk;
     const int64_t left = p.cu_seqlens[low + 1] - begin;
-    p.chunks[chunk] = {begin,
-                       static_cast<int32_t>(left < kChunk ? left : kChunk),
-                       static_cast<int32_t>(low)};
+    p.chunks[chunk] = {
+        begin, static_cast<int32_t>(left < kChunk ? left : kChunk), static_cast<int32_t>(low)};
   }
   for (int i = thread; i < p.heads * (p.ring + 2); i += kPlanThreads) p.ready[i] = 0;
 }

@@ -10,8 +10,8 @@ namespace {
 
 using kda::Params;
 
-/// Slots per head of the tile ring: 29 MB in all for 64 heads, so that tiles pass through L2 and are
-/// overwritten before they are ever written back; with fewer heads the slots go to those.
+/// Slots per head of the tile ring: 29 MB in all for 64 heads, so that tiles pass through L2 and
+/// are overwritten before they are ever written back; with fewer heads the slots go to those.
 int ring_slots(int heads) { return std::max(6, 384 / heads); }
 
 struct Device {
@@ -63,15 +63,18 @@ KdaCudaResult bad(const char* detail) { return {KdaCudaStatus::kBadArgument, 0, 
 KdaCudaResult check(const KdaForwardArgs& a) {
   if (a.tokens < 0 || a.documents < 0 || a.heads < 1)
     return bad("tokens and documents must be >= 0 and heads >= 1");
-  if (a.tokens > 0 && a.documents == 0) return bad("tokens without documents: pass cu_seqlens {0, T}");
+  if (a.tokens > 0 && a.documents == 0)
+    return bad("tokens without documents: pass cu_seqlens {0, T}");
   if (chunks_bound(a.tokens, a.documents) * a.heads >= (int64_t{1} << 31))
     return bad("tokens / 64 * heads must stay below 2^31: split the batch");
   if (!(a.lower_bound >= -5.0f && a.lower_bound < 0.0f))
     return bad("lower_bound must lie in [-5, 0): the anchored exponents are safe only there");
   if (a.documents > 0 && a.cu_seqlens == nullptr) return bad("cu_seqlens is null");
-  if (a.tokens > 0 && (!a.q_THK || !a.k_THK || !a.v_THV || !a.f_THK || !a.beta_logit_TH || !a.o_THV))
+  if (a.tokens > 0 &&
+      (!a.q_THK || !a.k_THK || !a.v_THV || !a.f_THK || !a.beta_logit_TH || !a.o_THV))
     return bad("q, k, v, f, beta_logit and o must not be null");
-  if (a.tokens > 0 && (!a.a_log_H || !a.dt_bias_HK)) return bad("a_log and dt_bias must not be null");
+  if (a.tokens > 0 && (!a.a_log_H || !a.dt_bias_HK))
+    return bad("a_log and dt_bias must not be null");
   const auto aligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
   if (!aligned(a.q_THK) || !aligned(a.k_THK) || !aligned(a.v_THV) || !aligned(a.f_THK) ||
       !aligned(a.o_THV) || !aligned(a.dt_bias_HK))
@@ -96,11 +99,13 @@ KdaCudaResult kda_forward(const KdaForwardArgs& a,
   if (a.documents == 0) return {};
   const Device device = current_device();
   const auto failed = [](cudaError_t error) {
-    return KdaCudaResult{KdaCudaStatus::kCudaError, static_cast<int>(error), cudaGetErrorString(error)};
+    return KdaCudaResult{
+        KdaCudaStatus::kCudaError, static_cast<int>(error), cudaGetErrorString(error)};
   };
   if (device.error != cudaSuccess) return failed(device.error);
   if (!device.hopper || !device.cooperative || device.heads_per_launch() < 1)
-    return {KdaCudaStatus::kUnsupportedDevice, 0,
+    return {KdaCudaStatus::kUnsupportedDevice,
+            0,
             "needs compute capability 9.0 (sm_90a code) and cooperative launch"};
   const Layout layout = workspace_layout(a.tokens, a.documents, a.heads);
   if (workspace == nullptr || workspace_bytes < layout.total)
@@ -140,8 +145,11 @@ KdaCudaResult kda_forward(const KdaForwardArgs& a,
     error = cudaGetLastError();
     void* arguments[] = {&p};
     if (error == cudaSuccess)
-      error = cudaLaunchCooperativeKernel(kernel, dim3(static_cast<unsigned>(device.multiprocessors)),
-                                          dim3(kda::kForwardThreads), arguments, kda::kForwardBytes,
+      error = cudaLaunchCooperativeKernel(kernel,
+                                          dim3(static_cast<unsigned>(device.multiprocessors)),
+                                          dim3(kda::kForwardThreads),
+                                          arguments,
+                                          kda::kForwardBytes,
                                           stream);
   }
   return error == cudaSuccess ? KdaCudaResult{} : failed(error);

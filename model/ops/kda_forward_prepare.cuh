@@ -1,60 +1,24 @@
 #pragma once
 
-// Preparation: everything of a (chunk, head) that does not depend on the state. A group of 256 threads
-// walks over items; it reads q, k, v, f, beta and writes one tile record per item. Groups are
-// independent of each other, so several share a block, each with its own named barriers and shared
-// memory.
+// Preparation: everything of a (chunk, head) that does not depend on the state. A group of 256
+// threads walks over its chunks; it reads q, k, v, f, beta and writes one tile record per chunk.
+// Here: loads, gate, l2norm, decayed operands and the loop; the matrix part is in
+// kda_forward_solve.cuh.
 //
 // Thread layout: warp w owns rows 8w..8w+7, lane l owns channels 4l..4l+3. A row then lives in one
 // warp (l2norm is a butterfly) and the cumulative sum runs inside a thread, except for one exchange
 // of 8-row totals.
 //
-// Anchors. b is the running sum of log2 decay in the chunk, P_I its value before 16-row block I, and
-// A_I = P_I rounded to an integer. Rows of block I carry exp2(b_i - A_I), columns of block J carry
-// exp2(A_{J+1} - b_j); a pair (I, J) still lacks 2^(A_I - A_{J+1}), and K~, Q~ lack 2^(A_I): powers of
-// two, so every rescaled operand is the once-rounded bf16 operand with another exponent, and costs one
-// packed product instead of two products and a rounding.
+// Anchors. b is the running sum of log2 decay in the chunk, P_I its value before 16-row block I,
+// and A_I = P_I rounded to an integer. Rows of block I carry exp2(b_i - A_I), columns of block J
+// carry exp2(A_{J+1} - b_j); a pair (I, J) still lacks 2^(A_I - A_{J+1}), and K~, Q~ lack 2^(A_I):
+// powers of two, so every rescaled operand is the once-rounded bf16 operand with another exponent,
+// and costs one packed product instead of two products and a rounding.
 
-#include "model/ops/kda_forward_tiles.cuh"
+#include "model/ops/kda_forward_group.cuh"
+#include "model/ops/kda_forward_solve.cuh"
 
 namespace lockstep::model::kda {
-
-using namespace hopper;
-
-constexpr int kPrepareThreads = 256;
-constexpr int kPublishThreads = kPrepareThreads + 32;  // with the warp that publishes
-
-// Named barriers of a block.
-constexpr int kGroupBarrier = 1;   // the group
-constexpr int kWrittenBarrier = 2; // group -> publisher: W, U, M lie in shared memory
-constexpr int kGoBarrier = 3;      // publisher -> group: they have left it, and the next slot is free
-
-// Shared memory of a group. The Gram operands die after the Gram products; W, U and the small matrices
-// of the inverse then take their place.
-constexpr int kRowK = 0;                      // k exp2(b - A_I); later W
-constexpr int kRowQ = kRowK + kTile;          // q exp2(b - A_I); later U
-constexpr int kColumns = kRowQ + kTile;       // k exp2(A_{J+1} - b); later L and P
-constexpr int kLower = kColumns;              // L, fp16, slab (blocks below the diagonal)
-constexpr int kSolve = kLower + kSlab;        // P, bf16, slab
-constexpr int kDecayedK = kColumns + kTile;   // K~
-constexpr int kValue = kDecayedK + kTile;     // v
-constexpr int kGate = kValue + kTile;         // f of the next item, rows of 256 bytes
-constexpr int kScores = kGate + kTile;        // M, bf16, slab
-constexpr int kTotals = kScores + kSlab;      // [8 warps][128] fp32: decay over the warp's 8 rows
-constexpr int kDiagonal = kTotals;            // later: diagonal blocks of L, fp32 [4][16][16]
-constexpr int kPrefix = kTotals + 8 * kDim * 4;     // [5][128] fp32: P_I
-constexpr int kFactors = kPrefix + 5 * kDim * 4;    // [10 pairs][128] bf16: 2^(A_I - A_{J+1})
-constexpr int kInverse = kFactors + 10 * kDim * 2;  // inverses of the diagonal blocks, fp16
-constexpr int kInverseRow = 48;               // bytes: 16 fp16 and padding
-constexpr int kInverseBlock = 16 * kInverseRow;
-constexpr int kBeta = kInverse + 4 * kInverseBlock;  // [64] fp32
-constexpr int kNorms = kBeta + kChunk * 4;    // [8 warps][16] fp32: 1/norm of k rows, then q rows
-constexpr int kBias = kNorms + 8 * 16 * 4;    // [128] fp32 dt_bias of the head, then -exp(A_log) log2(e)
-constexpr int kPrepareBytes = (kBias + kDim * 4 + 16 + 1023) / 1024 * 1024;
-
-LOCKSTEP_DEVICE int pair_index(int row_block, int col_block) {
-  return row_block * (row_block + 1) / 2 + col_block;
-}
 
 /// One step of a butterfly over 2 * kHalf values: lanes split the values between them.
 template <int kHalf>
@@ -97,263 +61,14 @@ LOCKSTEP_DEVICE uint2 pack4(float a, float b, float c, float d) {
   return {pack_bf16(a, b), pack_bf16(c, d)};
 }
 
-/// Gram products of kPairs (row block, column block) pairs at once, 16 x 16 entries of k k^T and q k^T
-/// each. The column operand gets the pair's power of two on the way.
-template <int kPairs>
-LOCKSTEP_DEVICE void gram_pairs(float (&kk)[kPairs][2][4],
-                                float (&qk)[kPairs][2][4],
-                                uint32_t shared,
-                                const int (&row_block)[kPairs],
-                                const int (&col_block)[kPairs],
-                                int lane) {
-  uint32_t rows_at[kPairs], columns_at[kPairs], factors_at[kPairs];
-#pragma unroll
-  for (int i = 0; i < kPairs; ++i) {
-    const uint32_t row = row_block[i] * kSub + (lane & 15);
-    const uint32_t column = col_block[i] * kSub + (lane & 7) + ((lane >> 4) << 3);
-    rows_at[i] = shared + slab_offset(row, lane >> 4);
-    columns_at[i] = shared + kColumns + slab_offset(column, (lane >> 3) & 1);
-    factors_at[i] =
-        shared + kFactors + pair_index(row_block[i], col_block[i]) * (kDim * 2) + (lane & 3) * 4;
-#pragma unroll
-    for (int n = 0; n < 2; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) kk[i][n][e] = qk[i][n][e] = 0.0f;
-  }
-#pragma unroll kPairs == 1 ? 8 : 4
-  for (int step = 0; step < 8; ++step) {
-    // The swizzle is an exclusive or on address bits 4-6, so it composes with the step.
-    const uint32_t slab = step >> 2, piece = (step & 3) * 2;
-#pragma unroll
-    for (int i = 0; i < kPairs; ++i) {
-      const uint32_t at = (rows_at[i] ^ (piece << 4)) + slab * kSlab;
-      uint32_t a_k[4], a_q[4], b[4];
-      load_matrix4(a_k, at + kRowK);
-      load_matrix4(a_q, at + kRowQ);
-      load_matrix4(b, (columns_at[i] ^ (piece << 4)) + slab * kSlab);
-      const uint32_t low = load_shared4(factors_at[i] + step * 32);
-      const uint32_t high = load_shared4(factors_at[i] + step * 32 + 16);
-      b[0] = multiply_bf16(b[0], low);
-      b[1] = multiply_bf16(b[1], high);
-      b[2] = multiply_bf16(b[2], low);
-      b[3] = multiply_bf16(b[3], high);
-      mma_bf16(kk[i][0], a_k, b[0], b[1]);
-      mma_bf16(qk[i][0], a_q, b[0], b[1]);
-      mma_bf16(kk[i][1], a_k, b[2], b[3]);
-      mma_bf16(qk[i][1], a_q, b[2], b[3]);
-    }
-  }
-}
-
-/// Writes M of one pair, and L if the pair lies below the diagonal. In a diagonal pair zeros are
-/// selected above the diagonal, whatever was computed there.
-template <bool kOnDiagonal>
-LOCKSTEP_DEVICE void store_pair(const float (&kk)[2][4],
-                                const float (&qk)[2][4],
-                                uint32_t shared,
-                                const float* beta,
-                                int row_block,
-                                int col_block,
-                                int lane) {
-  const int g = lane >> 2, t = lane & 3;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int i = g + 8 * half, row = row_block * kSub + i;
-    const float row_beta = beta[row];
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      const int j = 8 * n + 2 * t;
-      const uint32_t at = shared + slab_offset(row, col_block * 2 + n) + 4 * t;
-      float m0 = qk[n][2 * half], m1 = qk[n][2 * half + 1];
-      if constexpr (kOnDiagonal) {
-        m0 = i >= j ? m0 : 0.0f;
-        m1 = i >= j + 1 ? m1 : 0.0f;
-      } else {
-        store_shared(at + kLower,
-                     pack_fp16(kk[n][2 * half] * row_beta, kk[n][2 * half + 1] * row_beta));
-      }
-      store_shared(at + kScores, pack_bf16(m0, m1));
-    }
-  }
-}
-
-/// One warp: inverse of the unit lower diagonal block I + L_II by substitution in fp32; lane l (and
-/// l + 16 again) solves column l. x receives the column; the fp16 inverse goes to kInverse.
-LOCKSTEP_DEVICE void invert_diagonal(float (&x)[16],
-                                     const float (&kk)[2][4],
-                                     unsigned char* base,
-                                     const float* beta,
-                                     int block,
-                                     int lane) {
-  float* lower = reinterpret_cast<float*>(base + kDiagonal) + block * 256;
-  const int g = lane >> 2, t = lane & 3, column = lane & 15;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int i = g + 8 * half;
-    const float row_beta = beta[block * kSub + i];
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      const int j = 8 * n + 2 * t;
-      *reinterpret_cast<float2*>(lower + i * 16 + j) =
-          make_float2(i > j ? kk[n][2 * half] * row_beta : 0.0f,
-                      i > j + 1 ? kk[n][2 * half + 1] * row_beta : 0.0f);
-    }
-  }
-  __syncwarp();
-#pragma unroll
-  for (int i = 0; i < 16; ++i) {
-    float sum0 = i == column ? 1.0f : 0.0f, sum1 = 0.0f;
-#pragma unroll
-    for (int j = 0; j < i; j += 4) {
-      const float4 row = *reinterpret_cast<const float4*>(lower + i * 16 + j);
-      sum0 = fmaf(-row.x, x[j], sum0);
-      if (j + 1 < i) sum1 = fmaf(-row.y, x[j + 1], sum1);
-      if (j + 2 < i) sum0 = fmaf(-row.z, x[j + 2], sum0);
-      if (j + 3 < i) sum1 = fmaf(-row.w, x[j + 3], sum1);
-    }
-    x[i] = sum0 + sum1;
-  }
-  // Stores last: between the rows they would hold back the loads of the following rows.
-#pragma unroll
-  for (int i = 0; i < 16; ++i)
-    *reinterpret_cast<__half*>(base + kInverse + block * kInverseBlock + i * kInverseRow +
-                               column * 2) = __float2half_rn(x[i]);
-}
-
-/// The diagonal block of P = T diag(beta), from the columns that invert_diagonal left in registers.
-LOCKSTEP_DEVICE void store_diagonal_solve(
-    const float (&x)[16], unsigned char* base, const float* beta, int block, int lane) {
-  const int column = lane & 15;
-  const float column_beta = beta[block * kSub + column];
-  unsigned char* const solve = base + kSolve + (column & 7) * 2;
-  if (lane < 16) {
-#pragma unroll
-    for (int i = 0; i < 16; ++i)
-      *reinterpret_cast<__nv_bfloat16*>(
-          solve + slab_offset(block * kSub + i, block * 2 + (column >> 3))) =
-          __float2bfloat16_rn(x[i] * column_beta);
-  }
-}
-
-/// Block column `block` of T = (I+L)^-1 below the diagonal, by one warp:
-/// T_IJ = -D_I sum_{J<=K<I} L_IK T_KJ, computed transposed so that each result is at once the left
-/// operand of the next product. Writes P = T diag(beta).
-LOCKSTEP_DEVICE void solve_block_column(uint32_t shared, const float* beta, int block, int lane) {
-  const int matrix = lane >> 3, in = lane & 7;
-  const float beta_low = beta[block * kSub + (lane >> 2)];
-  const float beta_high = beta[block * kSub + 8 + (lane >> 2)];
-  uint32_t z[4][4];  // T_KJ^T as left operands, K - J = 0..3
-  load_matrix4_transposed(z[0],
-                          shared + kInverse + block * kInverseBlock +
-                              (in + (matrix >> 1) * 8) * kInverseRow + (matrix & 1) * 16);
-  // All operands first: nothing of the chain of products below is needed to load them. Warps whose
-  // column is shorter compute along and do not store.
-  const uint32_t n = in + (matrix >> 1) * 8, half = matrix & 1;
-  uint32_t lower[6][4], inverse[3][4];
-#pragma unroll
-  for (int distance = 1; distance < 4; ++distance) {
-    const int row_block = min(block + distance, 3);
-#pragma unroll
-    for (int k = 0; k < distance; ++k)
-      load_matrix4(
-          lower[distance * (distance - 1) / 2 + k],
-          shared + kLower + slab_offset(row_block * kSub + n, min(block + k, 3) * 2 + half));
-    load_matrix4(inverse[distance - 1],
-                 shared + kInverse + row_block * kInverseBlock + n * kInverseRow + half * 16);
-  }
-#pragma unroll
-  for (int distance = 1; distance < 4; ++distance) {
-    float sum[2][4] = {};
-#pragma unroll
-    for (int k = 0; k < distance; ++k) {
-      const uint32_t* b = lower[distance * (distance - 1) / 2 + k];
-      mma_fp16(sum[0], z[k], b[0], b[1]);
-      mma_fp16(sum[1], z[k], b[2], b[3]);
-    }
-    const uint32_t a[4] = {pack_fp16(sum[0][0], sum[0][1]),
-                           pack_fp16(sum[0][2], sum[0][3]),
-                           pack_fp16(sum[1][0], sum[1][1]),
-                           pack_fp16(sum[1][2], sum[1][3])};
-    const uint32_t* b = inverse[distance - 1];
-    float t[2][4] = {};
-    mma_fp16(t[0], a, b[0], b[1]);
-    mma_fp16(t[1], a, b[2], b[3]);
-    z[distance][0] = pack_fp16(-t[0][0], -t[0][1]);
-    z[distance][1] = pack_fp16(-t[0][2], -t[0][3]);
-    z[distance][2] = pack_fp16(-t[1][0], -t[1][1]);
-    z[distance][3] = pack_fp16(-t[1][2], -t[1][3]);
-    if (block + distance < 4) {
-      const uint32_t row = (block + distance) * kSub + 8 * (matrix >> 1) + in;
-      store_matrix4_transposed(shared + kSolve + slab_offset(row, block * 2 + (matrix & 1)),
-                               pack_bf16(-t[0][0] * beta_low, -t[0][1] * beta_low),
-                               pack_bf16(-t[0][2] * beta_high, -t[0][3] * beta_high),
-                               pack_bf16(-t[1][0] * beta_low, -t[1][1] * beta_low),
-                               pack_bf16(-t[1][2] * beta_high, -t[1][3] * beta_high));
-    }
-  }
-}
-
-/// One warpgroup: P times a 64 x 128 tile, rounded to bf16 into another tile.
-LOCKSTEP_DEVICE void multiply_by_solve(uint32_t shared, int source, int destination, int thread) {
-  const uint64_t a = operand_k_major(shared + kSolve);
-  const int warp = thread >> 5, lane = thread & 31;
-  const uint32_t at = shared + destination + slab_offset(warp * 16 + (lane & 15), lane >> 4);
-  float d[2][32];
-  wgmma_fence();
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const uint64_t b = operand_outer_major(shared + source + half * kSlab, kSlab);
-#pragma unroll
-    for (int step = 0; step < 4; ++step)
-      wgmma_64_shared(d[half], a + step * 2, b + step * 128, step > 0);
-    wgmma_commit();
-  }
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    if (half == 0) {
-      wgmma_wait<1>();
-    } else {
-      wgmma_wait<0>();
-    }
-    pin(d[half]);
-#pragma unroll
-    for (int j = 0; j < 8; j += 2)
-      store_matrix4((at ^ (j << 4)) + half * kSlab,
-                    pack_bf16(d[half][4 * j], d[half][4 * j + 1]),
-                    pack_bf16(d[half][4 * j + 2], d[half][4 * j + 3]),
-                    pack_bf16(d[half][4 * j + 4], d[half][4 * j + 5]),
-                    pack_bf16(d[half][4 * j + 6], d[half][4 * j + 7]));
-  }
-}
-
-/// The calling thread's place in its group, read anew each time: kept across phases, everything that
-/// the compiler derives from it would be spilled, and with this much shared memory a spill comes back
-/// from L2.
-struct GroupThread {
-  int thread, warp, lane;
-  LOCKSTEP_DEVICE GroupThread() {
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    thread -= 128;
-    warp = thread >> 5;
-    lane = thread & 31;
-  }
-};
-
-/// Slab offset of the 16 bytes that this thread (of warps 0-5) zeroes above the block diagonal.
-LOCKSTEP_DEVICE uint32_t upper_offset(int warp, int lane) {
-  const int row_block = warp < 3 ? 0 : warp < 5 ? 1 : 2;
-  const int col_block = warp < 3 ? warp + 1 : warp < 5 ? warp - 1 : 3;
-  return slab_offset(row_block * kSub + (lane >> 1), col_block * 2 + (lane & 1));
-}
-
 /// What a thread fetches ahead for its next item.
 struct RawRows {
   uint2 k[8], q[8];
   uint16_t beta_logit;
 };
 
-/// `zero` is 0 in a way the compiler cannot see: an address that looks uniform would make the values
-/// uniform registers, which are waited for at once.
+/// `zero` is 0 in a way the compiler cannot see: an address that looks uniform would make the
+/// values uniform registers, which are waited for at once.
 LOCKSTEP_DEVICE ChunkInfo load_chunk_info(const Params& p, int chunk, int zero) {
   const ChunkInfo* at = p.chunks + (chunk + zero);
   ChunkInfo info;
@@ -415,8 +130,7 @@ LOCKSTEP_DEVICE void load_value(
   const uint32_t row_bytes = p.row_heads * (kDim * 2);
   const uint32_t piece = thread & 15, first_row = thread >> 4;
   const char* v = reinterpret_cast<const char*>(p.v) + chunk_origin(p, info, head) + piece * 16;
-  const uint32_t to =
-      shared + kValue + (piece >> 3) * kSlab + slab_offset(first_row, piece & 7);
+  const uint32_t to = shared + kValue + (piece >> 3) * kSlab + slab_offset(first_row, piece & 7);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const uint32_t row = first_row + 16 * i;
@@ -435,7 +149,8 @@ LOCKSTEP_DEVICE void normalize(RawRows& raw, unsigned char* base, int warp, int 
     sums[8 + r] = square_sum4(raw.q[r]);
   }
 #pragma unroll
-  for (int r = 0; r < 8; ++r) {  // or all 64 unpacked values stay in registers until they are scaled
+  for (int r = 0; r < 8;
+       ++r) {  // or all 64 unpacked values stay in registers until they are scaled
     raw.k[r] = {opaque(raw.k[r].x), opaque(raw.k[r].y)};
     raw.q[r] = {opaque(raw.q[r].x), opaque(raw.q[r].y)};
   }
@@ -460,12 +175,10 @@ LOCKSTEP_DEVICE void normalize(RawRows& raw, unsigned char* base, int warp, int 
 
 /// Gate and its running sum over this thread's eight rows, in base 2; the totals go to kTotals.
 LOCKSTEP_DEVICE void accumulate_gate(
-    float (&b)[8][4], float decay_scale, int length, unsigned char* base, int warp,
-    int lane) {
+    float (&b)[8][4], float decay_scale, int length, unsigned char* base, int warp, int lane) {
   const float4 bias = reinterpret_cast<const float4*>(base + kBias)[lane];
   const float slope = *reinterpret_cast<const float*>(base + kBias + kDim * 4);
-  const float offset[4] = {
-      bias.x * slope, bias.y * slope, bias.z * slope, bias.w * slope};
+  const float offset[4] = {bias.x * slope, bias.y * slope, bias.z * slope, bias.w * slope};
   float sum[4] = {};
 #pragma unroll
   for (int r = 0; r < 8; ++r) {
@@ -486,7 +199,8 @@ LOCKSTEP_DEVICE void accumulate_gate(
 /// Adding it to a float of moderate size leaves the nearest integer in the low mantissa bits.
 constexpr float kRound = 12582912.0f;  // 1.5 * 2^23
 
-/// Two threads per channel: one writes P_I and, for the record, exp(b_C); one the pairs' powers of two.
+/// Two threads per channel: one writes P_I and, for the record, exp(b_C); one the pairs' powers of
+/// two.
 LOCKSTEP_DEVICE void find_anchors(unsigned char* base, unsigned char* out, int thread) {
   const int channel = thread & (kDim - 1);
   const float* totals = reinterpret_cast<const float*>(base + kTotals) + channel;
@@ -512,17 +226,18 @@ LOCKSTEP_DEVICE void find_anchors(unsigned char* base, unsigned char* out, int t
   }
 }
 
-/// Decayed operands of this thread's eight rows: Gram operands and K~ to shared memory, Q~ and K- to
-/// the record. One copy of this code for all warps, the block being a run-time value: the instruction
-/// cache is scarce here.
+/// Decayed operands of this thread's eight rows: Gram operands and K~ to shared memory, Q~ and K-
+/// to the record. One copy of this code for all warps, the block being a run-time value: the
+/// instruction cache is scarce here.
 LOCKSTEP_DEVICE void write_operands(const RawRows& raw,
                                     const float (&b)[8][4],
                                     unsigned char* base,
                                     unsigned char* out,
                                     int warp,
                                     int lane) {
-  float row[4], column[4], end[4];  // b_i - A_I less the own sum; A_{I+1} - A_I; exp2(b_C - A_{I+1})
-  uint32_t start[2];                // 2^(A_I), packed bf16
+  float row[4], column[4],
+      end[4];         // b_i - A_I less the own sum; A_{I+1} - A_I; exp2(b_C - A_{I+1})
+  uint32_t start[2];  // 2^(A_I), packed bf16
   {
     const float4* prefix = reinterpret_cast<const float4*>(base + kPrefix) + lane;
     const float4 now4 = prefix[(warp >> 1) * 32], next4 = prefix[((warp >> 1) + 1) * 32];
@@ -586,8 +301,8 @@ LOCKSTEP_DEVICE bool slot_is_free(const Params& p, int chunk, int head) {
                          load_relaxed(p.consumed + 2 * head + 1) >= needed);
 }
 
-/// One warp beside the group: moves W, U and M of each item to the record, publishes the record once
-/// everything in it is visible, and holds the group back while the next item's slot is in use.
+/// One warp beside the group: moves W, U and M of each item to the record, publishes the record
+/// once everything in it is visible, and holds the group back while the next item's slot is in use.
 LOCKSTEP_DEVICE void publish_items(
     const Params& p, int chunk, int chunks, int step, int head, uint32_t shared, int lane) {
   if (chunk >= chunks) return;
@@ -597,15 +312,15 @@ LOCKSTEP_DEVICE void publish_items(
   named_barrier_arrive(kGoBarrier, kPublishThreads);
   for (; chunk < chunks; chunk += step) {
     const bool more = chunk + step < chunks;
+    bool go = lane == 0 && more && slot_is_free(p, chunk + step, head);  // usually, and known early
     named_barrier(kWrittenBarrier, kPublishThreads);
-    bool go = false;
     if (lane == 0) {
       unsigned char* const out = record(p, chunk, head);
       bulk_store(out + kTileW, shared + kRowK, kTile);
       bulk_store(out + kTileU, shared + kRowQ, kTile);
       bulk_store(out + kTileM, shared + kScores, kSlab);
       bulk_commit();
-      go = more && slot_is_free(p, chunk + step, head);
+      if (more && !go) go = slot_is_free(p, chunk + step, head);
       bulk_wait_read();
     }
     // The group may go on before the stores have landed, unless that needs this very record first.
@@ -623,8 +338,9 @@ LOCKSTEP_DEVICE void publish_items(
   }
 }
 
-/// The group's share of one head: chunks `chunk`, `chunk + step`, ... A chunk waits only for a chain
-/// that waits only for earlier chunks, so the launch cannot lock up while all blocks are resident.
+/// The group's share of one head: chunks `chunk`, `chunk + step`, ... A chunk waits only for a
+/// chain that waits only for earlier chunks, so the launch cannot lock up while all blocks are
+/// resident.
 LOCKSTEP_DEVICE void prepare_items(
     const Params& p, int chunk, int chunks, int step, int head, unsigned char* base) {
   if (chunk >= chunks) return;
@@ -669,8 +385,8 @@ LOCKSTEP_DEVICE void prepare_items(
     fence_async_shared();  // K~ and v feed wgmma
     named_barrier(kGroupBarrier, kPrepareThreads);
 
-    // Gram products. Warps 0-3 take the diagonal pairs and invert their own block, warps 4-7 the six
-    // pairs below. L, M and P wait in registers until every warp is done with the operands.
+    // Gram products. Warps 0-3 take the diagonal pairs and invert their own block, warps 4-7 the
+    // six pairs below. L, M and P wait in registers until every warp is done with the operands.
     {
       const GroupThread me;
       const int warp = me.warp, lane = me.lane;
@@ -690,7 +406,8 @@ LOCKSTEP_DEVICE void prepare_items(
         if (more) load_gate(shared, p, info, head, warp, lane);
         named_barrier(kGroupBarrier, kPrepareThreads);
         store_pair<false>(kk[0], qk[0], shared, beta, row_block[0], col_block[0], lane);
-        if (warp < 6) store_pair<false>(kk[1], qk[1], shared, beta, row_block[1], col_block[1], lane);
+        if (warp < 6)
+          store_pair<false>(kk[1], qk[1], shared, beta, row_block[1], col_block[1], lane);
       }
       if (warp < 6) store_shared_zero16(shared + kSolve + upper_offset(warp, lane));
     }

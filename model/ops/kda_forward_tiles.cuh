@@ -1,8 +1,8 @@
 #pragma once
 
-// What preparation and chain agree on: the tile record of one (chunk, head), its layout in global and
-// shared memory (they are the same bytes, so one bulk copy moves a tile), the chunk table, and the
-// device-side argument block.
+// What preparation and chain agree on: the tile record of one (chunk, head), its layout in global
+// and shared memory (they are the same bytes, so one bulk copy moves a tile), the chunk table, and
+// the device-side argument block.
 
 #include <cstdint>
 
@@ -10,19 +10,19 @@
 
 namespace lockstep::model::kda {
 
-constexpr int kChunk = 64;     // tokens per chunk
-constexpr int kSub = 16;       // rows per anchored sub-chunk
-constexpr int kDim = 128;      // K = V
-constexpr int kSlab = 8192;    // bytes of 64 rows x 64 bf16, rows of 128 bytes, 128-byte swizzle
+constexpr int kChunk = 64;        // tokens per chunk
+constexpr int kSub = 16;          // rows per anchored sub-chunk
+constexpr int kDim = 128;         // K = V
+constexpr int kSlab = 8192;       // bytes of 64 rows x 64 bf16, rows of 128 bytes, 128-byte swizzle
 constexpr int kTile = 2 * kSlab;  // 64 x 128: channels 0-63, then 64-127
 
 // Record of one (chunk, head), in the order in which the chain needs the tiles.
-constexpr int kTileW = 0;                    // W = P K~              [64 tokens, 128 K]
-constexpr int kTileU = kTileW + kTile;       // U = P V               [64 tokens, 128 V]
-constexpr int kTileQ = kTileU + kTile;       // Q~ = q exp(b)         [64 tokens, 128 K]
-constexpr int kTileK = kTileQ + kTile;       // K- = k exp(b_C - b)   [64 tokens, 128 K]
-constexpr int kTileM = kTileK + kTile;       // M                     [64 tokens, 64 tokens]
-constexpr int kTileDecay = kTileM + kSlab;   // exp(b_C)              [128] fp32
+constexpr int kTileW = 0;                   // W = P K~              [64 tokens, 128 K]
+constexpr int kTileU = kTileW + kTile;      // U = P V               [64 tokens, 128 V]
+constexpr int kTileQ = kTileU + kTile;      // Q~ = q exp(b)         [64 tokens, 128 K]
+constexpr int kTileK = kTileQ + kTile;      // K- = k exp(b_C - b)   [64 tokens, 128 K]
+constexpr int kTileM = kTileK + kTile;      // M                     [64 tokens, 64 tokens]
+constexpr int kTileDecay = kTileM + kSlab;  // exp(b_C)              [128] fp32
 constexpr int kTileBytes = kTileDecay + 512;
 static_assert(kTileBytes % 128 == 0, "records keep cache lines whole");
 
@@ -40,10 +40,10 @@ struct ChunkInfo {
 
 struct Params {
   int64_t documents;
-  int heads;      // of this launch
-  int row_heads;  // of a token's row in q, k, v, f, o, beta_logit and of a document's states
-  int ring;  // slots per head of the tile ring
-  int zero;  // 0, which the compiler does not know
+  int heads;          // of this launch
+  int row_heads;      // of a token's row in q, k, v, f, o, beta_logit and of a document's states
+  int ring;           // slots per head of the tile ring
+  int zero;           // 0, which the compiler does not know
   float decay_scale;  // lower bound * log2(e)
   const uint16_t* q;
   const uint16_t* k;

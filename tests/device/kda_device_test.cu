@@ -71,12 +71,18 @@ class DeviceArray {
   size_t count_ = 0;
 };
 
-enum class Gate { kMixed, kStrong, kWeak, kChannels };  // kChannels: one channel at -5, others mixed
+enum class Gate {
+  kMixed,
+  kStrong,
+  kWeak,
+  kChannels
+};  // kChannels: one channel at -5, others mixed
 enum class Key { kRandom, kEqual, kZero };
 enum class Beta { kRandom, kZero, kOne };
 
 __device__ float normal(uint64_t index, uint32_t stream) {
-  uint64_t x = index * 0x9e3779b97f4a7c15ull + stream * 0xd1b54a32d192ed03ull + 0x2545f4914f6cdd1dull;
+  uint64_t x =
+      index * 0x9e3779b97f4a7c15ull + stream * 0xd1b54a32d192ed03ull + 0x2545f4914f6cdd1dull;
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
   x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
   x ^= x >> 31;
@@ -123,9 +129,17 @@ struct Problem {
 class Inputs {
  public:
   explicit Inputs(const Problem& p)
-      : tokens(total(p.lengths)), documents(static_cast<int64_t>(p.lengths.size())), heads(p.heads),
-        q(elements()), k(elements()), v(elements()), f(elements()), beta(tokens * heads),
-        a_log(heads), dt_bias(heads * size_t{kD}), cu(documents + 1),
+      : tokens(total(p.lengths)),
+        documents(static_cast<int64_t>(p.lengths.size())),
+        heads(p.heads),
+        q(elements()),
+        k(elements()),
+        v(elements()),
+        f(elements()),
+        beta(tokens * heads),
+        a_log(heads),
+        dt_bias(heads * size_t{kD}),
+        cu(documents + 1),
         state(p.state ? documents * heads * size_t{kD} * kD : 0) {
     const uint32_t s = p.seed * 16;
     const float f_scale = p.gate == Gate::kMixed || p.gate == Gate::kChannels ? 1.5f : 0.1f;
@@ -197,8 +211,7 @@ Output run(KdaForwardArgs a, const std::string& name) {
   const size_t state_count = static_cast<size_t>(a.documents) * a.heads * kD * kD;
   DeviceArray<uint16_t> o(o_count + kGuard);
   DeviceArray<float> state(state_count + kGuard);
-  const size_t bytes =
-      model::kda_forward_workspace_bytes(a.tokens, a.documents, a.heads);
+  const size_t bytes = model::kda_forward_workspace_bytes(a.tokens, a.documents, a.heads);
   DeviceArray<unsigned char> workspace(bytes + kGuard);
   o.fill_bytes(0xff);
   state.fill_bytes(0xff);
@@ -207,8 +220,12 @@ Output run(KdaForwardArgs a, const std::string& name) {
   a.final_state_NHKV = state.get();
   const model::KdaCudaResult result = model::kda_forward(a, workspace.get(), bytes, nullptr);
   if (!result) {
-    std::fprintf(stderr, "%s: status %d cuda %d: %s\n", name.c_str(),
-                 static_cast<int>(result.status), result.cuda_error, result.detail);
+    std::fprintf(stderr,
+                 "%s: status %d cuda %d: %s\n",
+                 name.c_str(),
+                 static_cast<int>(result.status),
+                 result.cuda_error,
+                 result.detail);
     std::exit(2);
   }
   must(cudaDeviceSynchronize(), name.c_str());
@@ -249,7 +266,8 @@ class ErrorSum {
   }
   Error result() const {
     return {norm_ > 0 ? std::sqrt(difference_ / norm_) : std::sqrt(difference_),
-            largest_ > 0 ? largest_difference_ / largest_ : largest_difference_, bad_};
+            largest_ > 0 ? largest_difference_ / largest_ : largest_difference_,
+            bad_};
   }
 
  private:
@@ -257,12 +275,20 @@ class ErrorSum {
   size_t bad_ = 0;
 };
 
-std::vector<uint16_t> head_rows(const DeviceArray<uint16_t>& from, int64_t first, int64_t rows,
-                                int heads, int head, int width) {
+std::vector<uint16_t> head_rows(const DeviceArray<uint16_t>& from,
+                                int64_t first,
+                                int64_t rows,
+                                int heads,
+                                int head,
+                                int width) {
   std::vector<uint16_t> to(static_cast<size_t>(rows) * width);
   if (rows > 0)
-    must(cudaMemcpy2D(to.data(), width * 2, from.get() + (first * heads + head) * width,
-                      static_cast<size_t>(heads) * width * 2, width * 2, rows,
+    must(cudaMemcpy2D(to.data(),
+                      width * 2,
+                      from.get() + (first * heads + head) * width,
+                      static_cast<size_t>(heads) * width * 2,
+                      width * 2,
+                      rows,
                       cudaMemcpyDeviceToHost),
          "copy rows");
   return to;
@@ -292,9 +318,17 @@ std::pair<Error, Error> errors(const Inputs& in, const Output& out, const std::v
     const size_t at = (static_cast<size_t>(d) * in.heads + h) * kD * kD;
     std::vector<double> state(kD * kD, 0.0), o(static_cast<size_t>(rows) * kD);
     if (!initial.empty()) std::copy_n(initial.begin() + at, kD * kD, state.begin());
-    kda_recurrence({q.data(), k.data(), v.data(), f.data(), beta.data(), rows, a_log[h],
-                    &dt_bias[h * kD], -5.0},
-                   state, o.data());
+    kda_recurrence({q.data(),
+                    k.data(),
+                    v.data(),
+                    f.data(),
+                    beta.data(),
+                    rows,
+                    a_log[h],
+                    &dt_bias[h * kD],
+                    -5.0},
+                   state,
+                   o.data());
     for (int64_t t = 0; t < rows; ++t)
       for (int c = 0; c < kD; ++c)
         of_o[index].add(from_bf16(out.o[((first + t) * in.heads + h) * kD + c]), o[t * kD + c]);
@@ -315,11 +349,16 @@ std::pair<Error, Error> errors(const Inputs& in, const Output& out, const std::v
 
 std::string error_fields(const std::pair<Error, Error>& e) {
   char text[320];
-  std::snprintf(text, sizeof text,
-                "\"o_rel_fro\": %.3e, \"o_max\": %.3e, \"state_rel_fro\": %.3e, \"state_max\": %.3e, "
-                "\"not_finite\": %zu",
-                e.first.frobenius, e.first.largest, e.second.frobenius, e.second.largest,
-                e.first.not_finite + e.second.not_finite);
+  std::snprintf(
+      text,
+      sizeof text,
+      "\"o_rel_fro\": %.3e, \"o_max\": %.3e, \"state_rel_fro\": %.3e, \"state_max\": %.3e, "
+      "\"not_finite\": %zu",
+      e.first.frobenius,
+      e.first.largest,
+      e.second.frobenius,
+      e.second.largest,
+      e.first.not_finite + e.second.not_finite);
   return text;
 }
 
@@ -332,8 +371,12 @@ void check_problem(const Problem& p, int repeats) {
   const bool good = e.first.frobenius <= kErrorBound && e.second.frobenius <= kErrorBound &&
                     e.first.not_finite + e.second.not_finite == 0;
   expect(good, p.name + ": error against float64");
-  std::printf("%-44s o %.2e (max %.2e)  state %.2e (max %.2e)%s\n", p.name.c_str(),
-              e.first.frobenius, e.first.largest, e.second.frobenius, e.second.largest,
+  std::printf("%-44s o %.2e (max %.2e)  state %.2e (max %.2e)%s\n",
+              p.name.c_str(),
+              e.first.frobenius,
+              e.first.largest,
+              e.second.frobenius,
+              e.second.largest,
               good ? "" : "  FAIL");
   record("\"check\": \"" + p.name + "\", " + error_fields(e));
   for (int i = 0; i < repeats; ++i)
@@ -366,7 +409,8 @@ void check_packing() {
     const Output alone = run(a, "alone");
     const bool same =
         std::equal(alone.o.begin(), alone.o.end(), packed.o.begin() + at) &&
-        std::memcmp(alone.state.data(), packed.state.data() + state_at, alone.state.size() * 4) == 0;
+        std::memcmp(alone.state.data(), packed.state.data() + state_at, alone.state.size() * 4) ==
+            0;
     expect(same, "document " + std::to_string(d) + " packed and alone must give the same bytes");
   }
 }
@@ -380,30 +424,67 @@ void check_zero_state() {
   a.initial_state_NHKV = zeros.get();
   const Output explicit_zeros = run(a, "zeros");
   a.initial_state_NHKV = nullptr;
-  expect(run(a, "null") == explicit_zeros, "zero state given and left out must give the same bytes");
+  expect(run(a, "null") == explicit_zeros,
+         "zero state given and left out must give the same bytes");
+}
+
+/// Bad arguments are refused with a reason, before anything is launched.
+void check_refusals() {
+  const Inputs in({"refusals", {70}, 2});
+  DeviceArray<uint16_t> o(in.elements());
+  const size_t bytes = model::kda_forward_workspace_bytes(in.tokens, in.documents, in.heads);
+  DeviceArray<unsigned char> workspace(bytes);
+  KdaForwardArgs good = arguments(in);
+  good.o_THV = o.get();
+  const auto status = [&](const KdaForwardArgs& a, size_t size) {
+    const model::KdaCudaResult result = model::kda_forward(a, workspace.get(), size, nullptr);
+    expect(result || result.detail[0] != '\0', "a refusal must say why");
+    return result.status;
+  };
+  using model::KdaCudaStatus;
+  expect(status(good, bytes) == KdaCudaStatus::kOk, "good arguments must be accepted");
+  expect(status(good, bytes - 1) == KdaCudaStatus::kWorkspaceTooSmall, "small workspace");
+  KdaForwardArgs a = good;
+  a.lower_bound = -5.5f;
+  expect(status(a, bytes) == KdaCudaStatus::kBadArgument, "lower bound below -5");
+  a = good;
+  a.k_THK = nullptr;
+  expect(status(a, bytes) == KdaCudaStatus::kBadArgument, "null k");
+  a = good;
+  a.v_THV += 1;
+  expect(status(a, bytes) == KdaCudaStatus::kBadArgument, "misaligned v");
+  a = good;
+  a.documents = 0;
+  expect(status(a, bytes) == KdaCudaStatus::kBadArgument, "tokens without documents");
+  must(cudaDeviceSynchronize(), "refusals");
 }
 
 void check_all() {
+  check_refusals();
   for (const int64_t n : {1, 15, 16, 17, 63, 64, 65, 127, 128, 193})
     check_problem({"length " + std::to_string(n), {n}, 2}, 1);
   check_problem({"empty only", {0, 0}, 2}, 0);
-  check_problem({"no initial state", {100}, 2, Gate::kMixed, Key::kRandom, Beta::kRandom, false}, 0);
+  check_problem({"no initial state", {100}, 2, Gate::kMixed, Key::kRandom, Beta::kRandom, false},
+                0);
   check_problem({"packed", {70, 0, 1, 129, 0, 64, 15, 1, 200}, 5}, 1);
   const std::vector<int64_t> long_documents = {700, 321};
   check_problem({"gates all -5", long_documents, 2, Gate::kStrong}, 0);
   check_problem({"gates near 0", long_documents, 2, Gate::kWeak}, 0);
   check_problem({"one channel at -5", long_documents, 2, Gate::kChannels}, 0);
-  check_problem({"equal keys, gates near 0, beta 1", long_documents, 2, Gate::kWeak, Key::kEqual,
-                 Beta::kOne}, 0);
+  check_problem(
+      {"equal keys, gates near 0, beta 1", long_documents, 2, Gate::kWeak, Key::kEqual, Beta::kOne},
+      0);
   check_problem({"equal keys, mixed gates", long_documents, 2, Gate::kMixed, Key::kEqual}, 0);
-  check_problem({"equal keys, gates -5, beta 1", long_documents, 2, Gate::kStrong, Key::kEqual,
-                 Beta::kOne}, 0);
+  check_problem(
+      {"equal keys, gates -5, beta 1", long_documents, 2, Gate::kStrong, Key::kEqual, Beta::kOne},
+      0);
   check_problem({"zero keys", long_documents, 2, Gate::kMixed, Key::kZero}, 0);
   check_problem({"beta 0", long_documents, 2, Gate::kMixed, Key::kRandom, Beta::kZero}, 0);
   check_problem({"beta 1", long_documents, 2, Gate::kMixed, Key::kRandom, Beta::kOne}, 0);
-  check_problem({"beta 1, gates near 0", long_documents, 2, Gate::kWeak, Key::kRandom, Beta::kOne}, 0);
-  check_problem({"64 heads, 2000 tokens", {2000}, 64}, 3);
-  check_problem({"64 heads, packed", {511, 0, 64, 1025, 1, 300}, 64}, 3);
+  check_problem({"beta 1, gates near 0", long_documents, 2, Gate::kWeak, Key::kRandom, Beta::kOne},
+                0);
+  check_problem({"64 heads, 2000 tokens", {2000}, 64}, 20);
+  check_problem({"64 heads, packed", {511, 0, 64, 1025, 1, 300}, 64}, 20);
   check_problem({"70 heads (two launches), 150 tokens", {150}, 70}, 1);
   check_packing();
   check_zero_state();
@@ -421,7 +502,10 @@ void check_small() {
 }
 
 /// Median milliseconds of one call, inputs rotated over two sets so that none stays in L2.
-double median_ms(const std::vector<KdaForwardArgs>& sets, void* workspace, size_t bytes, int count) {
+double median_ms(const std::vector<KdaForwardArgs>& sets,
+                 void* workspace,
+                 size_t bytes,
+                 int count) {
   std::vector<float> times;
   cudaEvent_t begin, end;
   must(cudaEventCreate(&begin), "event");
@@ -477,13 +561,20 @@ void time_all(bool with_errors) {
     const int count = first.tokens > 100000 ? 30 : 60;
     const double ms = median_ms(sets, workspace.get(), bytes, count);
     const double again = median_ms(sets, workspace.get(), bytes, count);
-    std::printf("T %-16s %8.4f ms, again %8.4f, workspace %.1f MB\n", row.name, ms, again,
-                bytes * 1e-6);
+    std::printf(
+        "T %-16s %8.4f ms, again %8.4f, workspace %.1f MB\n", row.name, ms, again, bytes * 1e-6);
     char text[320];
-    std::snprintf(text, sizeof text,
-                  "\"time\": \"%s\", \"tokens\": %" PRId64 ", \"heads\": %d, "
+    std::snprintf(text,
+                  sizeof text,
+                  "\"time\": \"%s\", \"tokens\": %" PRId64
+                  ", \"heads\": %d, "
                   "\"ms\": %.4f, \"ms_again\": %.4f, \"workspace_bytes\": %zu",
-                  row.name, first.tokens, row.heads, ms, again, bytes);
+                  row.name,
+                  first.tokens,
+                  row.heads,
+                  ms,
+                  again,
+                  bytes);
     record(text);
     std::fflush(stdout);
     if (with_errors && row.lengths.size() == 1) {
@@ -491,8 +582,8 @@ void time_all(bool with_errors) {
       const auto e = errors(first, out, {0, row.heads - 1});
       expect(e.first.frobenius <= kErrorBound && e.first.not_finite == 0,
              std::string(row.name) + ": error against float64");
-      std::printf("T %-16s error o %.2e state %.2e\n", row.name, e.first.frobenius,
-                  e.second.frobenius);
+      std::printf(
+          "T %-16s error o %.2e state %.2e\n", row.name, e.first.frobenius, e.second.frobenius);
       record(std::string("\"error_at\": \"") + row.name + "\", " + error_fields(e));
     }
   }
@@ -517,9 +608,10 @@ int main(int argc, char** argv) {
   int driver = 0;
   must(cudaGetDeviceProperties(&device, 0), "device");
   must(cudaDriverGetVersion(&driver), "driver");
-  std::printf("%s, %d multiprocessors, CUDA driver %d\n", device.name, device.multiProcessorCount,
-              driver);
-  std::fprintf(json, "{\"device\": \"%s\", \"cuda_driver\": %d, \"records\": [", device.name, driver);
+  std::printf(
+      "%s, %d multiprocessors, CUDA driver %d\n", device.name, device.multiProcessorCount, driver);
+  std::fprintf(
+      json, "{\"device\": \"%s\", \"cuda_driver\": %d, \"records\": [", device.name, driver);
   if (mode == "check") check_all();
   if (mode == "small") check_small();
   if (mode == "profile") profile();
