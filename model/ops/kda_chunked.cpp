@@ -115,18 +115,16 @@ class Window {
       }
     });
   }
-  /// Runs body(head, columns, state block, scratch of one [chunk, columns] matrix).
+  /// Runs body(head, columns, state block, scratch as large as a chunk's or state's columns).
   template <typename F>
   void over_chains(F&& body) const {
     const int64_t width = layout_.width(), blocks = column_blocks(width);
     parallel_for(0, heads_ * blocks, grain(), [&](int64_t begin, int64_t end) {
       const simd::FlushDenormals flush;
-      const Buffer<R> room((width + call_.mode.chunk) * kValueBlock);
+      const Buffer<R> state(width * kValueBlock);
+      const Buffer<R> scratch(std::max(width, call_.mode.chunk) * kValueBlock);
       for (int64_t task = begin; task < end; ++task) {
-        body(task / blocks,
-             columns(task % blocks, width),
-             room.data(),
-             room.data() + width * kValueBlock);
+        body(task / blocks, columns(task % blocks, width), state.data(), scratch.data());
       }
     });
   }
@@ -143,7 +141,7 @@ class Window {
   /// the carry is the reverse chain's.
   void chain(const R* entry, R* final_state) const {
     const int64_t width = layout_.width(), dim = call_.dim, dd = dim * dim;
-    over_chains([&](int64_t head, Columns cols, R* state, R*) {
+    over_chains([&](int64_t head, Columns cols, R* state, R* scratch) {
       const int64_t h = head0_ + head;
       for (int64_t i = 0; i < count_; ++i) {
         const KdaChunk& c = chunk(i);
@@ -159,7 +157,7 @@ class Window {
         }
         kda_round(call_.mode.round_state, width, cols.count, state, cols.count);
         const KdaData<R> d = data(i, head);
-        advance(d, cols, state);
+        advance(d, cols, state, scratch);
         if (c.last && final_state) write_columns(state, dim, cols, final_state + seg);
       }
       if (!entry) std::copy(state, state + width * cols.count, carry(head, cols));
@@ -183,16 +181,13 @@ class Window {
     const R scale = 1 / std::sqrt(static_cast<R>(call_.dim));
     over_chunks(call_.mode.chunk * width, [&](int64_t i, int64_t head, R* out) {
       const KdaData<R> d = data(i, head);
-      tile_product(d.rows, width, width, plain<R>(d.qe, width), d.s_used, width, out, width, scale);
+      set_product(d.rows, width, width, plain<R>(d.qe, width), d.s_used, width, out, width);
+      for (int64_t at = 0; at < d.rows * width; at += simd::kLanes<R>) {
+        store(out + at, load(out + at) * splat(scale));
+      }
       for (int64_t b = 0; b < d.rows; b += kBlock) {
-        tile_product<Into::kAdd>(kBlock,
-                                 width,
-                                 b + kBlock,
-                                 plain<R>(d.m + b * d.chunk, d.chunk),
-                                 d.n,
-                                 width,
-                                 out + b * width,
-                                 width);
+        const ChainA<R> m = plain<R>(d.m + b * d.chunk, d.chunk);
+        add_product(kBlock, width, b + kBlock, m, d.n, width, out + b * width, width);
       }
       const KdaChunk& c = chunk(i);
       for (int64_t t = 0; t < c.length; ++t) {
@@ -203,18 +198,29 @@ class Window {
     });
   }
 
+  /// dN so far, M^T dO, and s dO.
   void load_output_gradient(const S* dout) const {
+    const R scale = 1 / std::sqrt(static_cast<R>(call_.dim));
     over_chunks(0, [&](int64_t i, int64_t head, R*) {
       const KdaData<R> d = data(i, head);
       const KdaChunk& c = chunk(i);
+      const int64_t width = d.width, ld = d.chunk;
       for (int64_t t = 0; t < d.rows; ++t) {
-        R* row = d.dout + t * d.width;
+        R* row = d.dout + t * width;
         if (dout && t < c.length) {
           const int64_t at = ((c.row + t) * call_.heads + head0_ + head) * call_.dim;
-          simd::load_row(dout + at, call_.dim, row, d.width);
+          simd::load_row(dout + at, call_.dim, row, width);
         } else {
-          std::fill(row, row + d.width, R(0));
+          std::fill(row, row + width, R(0));
         }
+      }
+      for (int64_t b = 0; b < d.rows; b += kBlock) {
+        const ChainA<R> m = transposed<R>(d.m + b * ld + b, ld);
+        set_product(
+            kBlock, width, d.rows - b, m, d.dout + b * width, width, d.dn + b * width, width);
+      }
+      for (int64_t at = 0; at < d.rows * width; at += simd::kLanes<R>) {
+        store(d.dout + at, load(d.dout + at) * splat(scale));
       }
     });
   }
@@ -222,7 +228,7 @@ class Window {
   /// Y and dS of every chunk, last to first.
   void reverse_chain(const R* dfinal, R* dinitial) const {
     const int64_t width = layout_.width(), dim = call_.dim, dd = dim * dim;
-    over_chains([&](int64_t head, Columns cols, R* dstate, R* dn) {
+    over_chains([&](int64_t head, Columns cols, R* dstate, R* scratch) {
       const int64_t h = head0_ + head;
       for (int64_t i = count_ - 1; i >= 0; --i) {
         const KdaChunk& c = chunk(i);
@@ -234,7 +240,7 @@ class Window {
           std::copy(from, from + width * cols.count, dstate);
         }
         const KdaData<R> d = data(i, head);
-        retreat(d, cols, dstate, dn);
+        retreat(d, cols, dstate, scratch);
         if (c.first && dinitial) write_columns(dstate, dim, cols, dinitial + seg);
       }
       std::copy(dstate, dstate + width * cols.count, carry(head, cols));
@@ -259,59 +265,52 @@ class Window {
     return 1 + 400000 / (chunk * width * (width + chunk));
   }
 
+  // Sums into N, S, dN and dS are formed apart and added once: a chain that starts at a large value
+  // would round every step at that value's size.
+
   /// N = U - W S, S' = diag(exp b_C) S + Ke^T N, for some columns.
-  void advance(const KdaData<R>& d, Columns cols, R* state) const {
-    const int64_t width = d.width;
+  void advance(const KdaData<R>& d, Columns cols, R* state, R* sum) const {
+    const int64_t width = d.width, count = cols.count;
     const bool round = call_.mode.round_operands;
     put_columns(state, width, cols, false, d.s);
     if (round) put_columns(state, width, cols, true, d.s_used);
+    const R* s_used = d.s_used + cols.first;
     R* n = d.n + cols.first;
-    tile_product<Into::kSubtract>(
-        d.rows, cols.count, width, plain<R>(d.w, width), d.s_used + cols.first, width, n, width);
-    kda_round(round, d.rows, cols.count, n, width);
-    scale_rows(d.chunk_decay, width, cols.count, state);
-    tile_product<Into::kAdd>(
-        width, cols.count, d.rows, transposed<R>(d.ke, width), n, width, state, cols.count);
+    set_product(d.rows, count, width, plain<R>(d.w, width), s_used, width, sum, count);
+    add_rows(sum, d.rows, count, n, width);
+    kda_round(round, d.rows, count, n, width);
+    set_product(width, count, d.rows, transposed<R>(d.ke, width), n, width, sum, count);
+    decay_and_add(d.chunk_decay, sum, width, count, state);
   }
 
-  /// dN = M^T dO + Ke dS, Y = Tm^T dN, dS <- s Qe^T dO + diag(exp b_C) dS - (B Kt)^T Y.
-  void retreat(const KdaData<R>& d, Columns cols, R* dstate, R* dn) const {
-    const int64_t width = d.width, n = cols.count, rows = d.rows, ld = d.chunk;
-    const R scale = 1 / std::sqrt(static_cast<R>(call_.dim));
+  /// dN += Ke dS, Y = Tm^T dN, dS <- diag(exp b_C) dS + s Qe^T dO - (B Kt)^T Y.
+  void retreat(const KdaData<R>& d, Columns cols, R* dstate, R* sum) const {
+    const int64_t width = d.width, count = cols.count, rows = d.rows, ld = d.chunk;
     put_columns(dstate, width, cols, false, d.ds);
+    R *dn = d.dn + cols.first, *y = d.y + cols.first;
+    set_product(rows, count, width, plain<R>(d.ke, width), dstate, count, sum, count);
+    add_rows(sum, rows, count, dn, width);
+    for (int64_t b = 0; b < rows; b += kBlock) {
+      const ChainA<R> tm = transposed<R>(d.tm + b * ld + b, ld);
+      set_product(kBlock, count, rows - b, tm, dn + b * width, width, y + b * width, width);
+    }
     const R* dout = d.dout + cols.first;
-    R* y = d.y + cols.first;
-    tile_product(rows, n, width, plain<R>(d.ke, width), dstate, n, dn, n);
-    for (int64_t b = 0; b < rows; b += kBlock) {
-      tile_product<Into::kAdd>(kBlock,
-                               n,
-                               rows - b,
-                               transposed<R>(d.m + b * ld + b, ld),
-                               dout + b * width,
-                               width,
-                               dn + b * n,
-                               n);
-    }
-    for (int64_t b = 0; b < rows; b += kBlock) {
-      tile_product(kBlock,
-                   n,
-                   rows - b,
-                   transposed<R>(d.tm + b * ld + b, ld),
-                   dn + b * n,
-                   n,
-                   y + b * width,
-                   width);
-    }
-    scale_rows(d.chunk_decay, width, n, dstate);
-    tile_product<Into::kAdd>(
-        width, n, rows, transposed<R>(d.qe, width), dout, width, dstate, n, scale);
-    tile_product<Into::kSubtract>(width, n, rows, transposed<R>(d.bkt, width), y, width, dstate, n);
+    set_product(width, count, rows, transposed<R>(d.qe, width), dout, width, sum, count);
+    add_product(width, count, rows, transposed<R>(d.bkt, width), y, width, sum, count);
+    decay_and_add(d.chunk_decay, sum, width, count, dstate);
   }
 
-  static void scale_rows(const R* factor, int64_t rows, int64_t n, R* x) {
+  static void add_rows(const R* sum, int64_t rows, int64_t count, R* x, int64_t ld) {
     for (int64_t i = 0; i < rows; ++i) {
-      for (int64_t c = 0; c < n; c += simd::kLanes<R>) {
-        store(x + i * n + c, load(x + i * n + c) * splat(factor[i]));
+      for (int64_t c = 0; c < count; c += simd::kLanes<R>) {
+        store(x + i * ld + c, load(x + i * ld + c) + load(sum + i * count + c));
+      }
+    }
+  }
+  static void decay_and_add(const R* decay, const R* sum, int64_t rows, int64_t count, R* x) {
+    for (int64_t i = 0; i < rows; ++i) {
+      for (int64_t at = i * count; at < (i + 1) * count; at += simd::kLanes<R>) {
+        store(x + at, simd::fma(load(x + at), splat(decay[i]), load(sum + at)));
       }
     }
   }
@@ -322,22 +321,28 @@ class Window {
   int64_t first_ = 0, count_ = 0, head0_ = 0, heads_ = 0;
 };
 
+/// Heads whose chunk data exist at the same time: enough for two chain tasks per thread, and few,
+/// so that they stay in the caches. No result depends on it.
+int64_t heads_at_once(int64_t heads, int64_t width) {
+  const int64_t blocks = column_blocks(width);
+  return std::clamp<int64_t>((2 * num_threads() + blocks - 1) / blocks, 1, std::min(heads, kHeads));
+}
+
 /// Buffers for one pass and the loops over head blocks and windows.
 template <typename S, typename R, typename F>
 void over_windows(const KdaCall<S, R>& call, bool backward, F&& body) {
   const KdaLayout<R> layout(call.dim, call.mode.chunk, call.mode.round_operands, backward);
   const int64_t chunks = static_cast<int64_t>(call.chunks.size());
-  const int64_t heads = std::min(call.heads, kHeadBlock);
+  const int64_t heads = heads_at_once(call.heads, layout.width());
   const Buffer<R> slots(std::min(chunks, kWindow) * heads * layout.slot_size());
   const Buffer<R> carry(heads * layout.width() * layout.width());
   Window<S, R> window(call, layout, slots.data(), carry.data());
-  for (int64_t h = 0; h < call.heads; h += kHeadBlock) {
+  for (int64_t h = 0; h < call.heads; h += heads) {
     const int64_t windows = kda_windows(chunks);
     for (int64_t i = 0; i < windows; ++i) {
       const int64_t w = backward ? windows - 1 - i : i;
       const int64_t first = w * kWindow;
-      window.select(
-          first, std::min(kWindow, chunks - first), h, std::min(kHeadBlock, call.heads - h));
+      window.select(first, std::min(kWindow, chunks - first), h, std::min(heads, call.heads - h));
       body(window, w);
     }
   }

@@ -3,9 +3,10 @@
 //   Gm_ij = k_i k_j exp(b_i - b_j) (i > j), M_ij = s q_i k_j exp(b_i - b_j) (i >= j), L =
 //   diag(beta) Gm, Tm = (I + L)^-1, W = Tm diag(beta) (k exp(b)), U = Tm diag(beta) v, N = U - W S,
 //   O = s (q exp(b)) S + M N, S' = diag(exp b_C) S + (k exp(b_C - b))^T N.
-// Every exponential is a product of single-token decays exp(g) <= 1 inside a block of kBlock rows
-// and of block totals across blocks: nothing can overflow for any gate, and no difference of large
-// cumulative sums is ever formed. S is the activation type in memory, R the computing type.
+// Decays exp(b_i - b_j) are products of factors <= 1: between blocks of kBlock rows, from j to its
+// block's end, over whole blocks, from i's block's start to i; inside a block, token by token.
+// Nothing can overflow for any gate, and no difference of large cumulative sums is ever formed. S
+// is the activation type in memory, R the computing type.
 #pragma once
 
 #include <cstdint>
@@ -36,8 +37,9 @@ struct KdaMode {
 };
 
 inline constexpr int64_t kBlock = 16;       ///< rows of a sub-block
+inline constexpr int64_t kMaxBlocks = 4;    ///< sub-blocks of the largest chunk
 inline constexpr int64_t kWindow = 8;       ///< chunks between saved states
-inline constexpr int64_t kHeadBlock = 8;    ///< heads whose chunk data exist at the same time
+inline constexpr int64_t kHeads = 16;       ///< heads whose chunk data exist at the same time
 inline constexpr int64_t kValueBlock = 32;  ///< columns of the state that one chain task carries
 inline constexpr double kL2Eps = 1e-6;
 
@@ -103,14 +105,14 @@ struct KdaData {
   R *total, *before,
       *after;  ///< [C/kBlock, D] decay over a block, over all blocks before, after it
   R *q_start, *k_start, *k_end;  ///< [C, D] q, k times from_start; k times to_end
-  R *gm, *l, *tm, *m;            ///< [C, C]
+  R *gm, *l, *tm, *m;            ///< [C, C]; l is -L
   R* work;                       ///< [4 * kBlock * kBlock]
-  R *bkt, *bv;                   ///< [C, D] beta k exp(b), beta v
+  R *bkt, *bv;                   ///< [C, D] -beta k exp(b), beta v
   R *qe, *ke;                    ///< [C, D] q exp(b), k exp(b_C - b)
   R* chunk_decay;                ///< [D] exp(b_C)
-  R *w, *n;                      ///< [C, D]; n holds U until the chain has run
+  R *w, *n;                      ///< [C, D] -W; U, and N once the chain has run
   R *s, *s_used;                 ///< [D, D] state entering the chunk, and as matrix operand (D24)
-  R *y, *dout, *ds;              ///< backward: [C, D], [C, D], [D, D]
+  R *y, *dn, *dout, *ds;         ///< backward: [C, D], [C, D], [C, D] s dO, [D, D]
 };
 
 /// Room for the data of one (chunk, head). Forward: what the chain and the output need is in

@@ -50,17 +50,17 @@ struct Scratch {
   }
 };
 
-/// dM and dL on and below the diagonal blocks, exact zeros above the diagonal.
+/// s dM and -dL on and below the diagonal blocks, exact zeros above the diagonal.
 template <typename R>
 void score_gradients(const KdaData<R>& d, Scratch<R>& s) {
   const int64_t width = d.width, ld = d.chunk;
   transpose_into(d.rows, width, d.n, width, s.n_T, ld);
   for (int64_t b = 0; b < d.rows; b += kBlock) {
     const int64_t n = b + kBlock;
-    tile_product(
-        kBlock, n, width, plain<R>(d.dout + b * width, width), s.n_T, ld, s.dm + b * ld, ld);
-    tile_product(
-        kBlock, n, width, plain<R>(d.y + b * width, width), s.n_T, ld, s.dl + b * ld, ld, R(-1));
+    const ChainA<R> dout = plain<R>(d.dout + b * width, width);
+    const ChainA<R> y = plain<R>(d.y + b * width, width);
+    set_product(kBlock, n, width, dout, s.n_T, ld, s.dm + b * ld, ld);
+    set_product(kBlock, n, width, y, s.n_T, ld, s.dl + b * ld, ld);
     for (int64_t i = b; i < n; ++i) {
       std::fill(s.dm + i * ld + i + 1, s.dm + i * ld + n, R(0));
       std::fill(s.dl + i * ld + i, s.dl + i * ld + n, R(0));
@@ -68,15 +68,15 @@ void score_gradients(const KdaData<R>& d, Scratch<R>& s) {
   }
 }
 
-/// dq and row from exp(b_i) times products with the state; tail. dq is still without s.
+/// dq and row from exp(b_i) times products with the state; tail.
 template <typename R>
 void state_terms(const KdaData<R>& d, Scratch<R>& s, R* y_state) {
   const int64_t width = d.width;
   transpose_into(width, width, d.s_used, width, s.matrix_T, width);
-  tile_product(d.rows, width, width, plain<R>(d.dout, width), s.matrix_T, width, s.dq, width);
-  tile_product(d.rows, width, width, plain<R>(d.y, width), s.matrix_T, width, y_state, width);
+  set_product(d.rows, width, width, plain<R>(d.dout, width), s.matrix_T, width, s.dq, width);
+  set_product(d.rows, width, width, plain<R>(d.y, width), s.matrix_T, width, y_state, width);
   transpose_into(width, width, d.ds, width, s.matrix_T, width);
-  tile_product(d.rows, width, width, plain<R>(d.n, width), s.matrix_T, width, s.tail, width);
+  set_product(d.rows, width, width, plain<R>(d.n, width), s.matrix_T, width, s.tail, width);
   for (int64_t i = 0; i < d.rows; ++i) {
     const R *before = d.before + i / kBlock * width, *after = d.after + i / kBlock * width;
     const Vec<R> beta = splat(d.beta[i]);
@@ -92,7 +92,7 @@ void state_terms(const KdaData<R>& d, Scratch<R>& s, R* y_state) {
 
 /// Terms of dq, row and col between different blocks.
 template <typename R>
-void between_blocks(const KdaData<R>& d, R scale, Scratch<R>& s) {
+void between_blocks(const KdaData<R>& d, Scratch<R>& s) {
   const int64_t width = d.width, ld = d.chunk, blocks = d.rows / kBlock;
   constexpr int64_t lanes = simd::kLanes<R>;
   const int64_t area = kBlock * width;
@@ -113,9 +113,9 @@ void between_blocks(const KdaData<R>& d, R scale, Scratch<R>& s) {
     const int64_t old = (b - 1) * kBlock, now = b * kBlock;
     decay_rows(d.total + (b - 1) * width, 0, old, s.keys);
     std::copy(d.k_end + old * width, d.k_end + now * width, s.keys + old * width);
-    tile_product(kBlock, width, now, plain<R>(s.dm + now * ld, ld), s.keys, width, sum, width);
+    set_product(kBlock, width, now, plain<R>(s.dm + now * ld, ld), s.keys, width, sum, width);
     add_scaled(d.from_start + now * width, s.dq + now * width);
-    tile_product(kBlock, width, now, plain<R>(s.dl + now * ld, ld), s.keys, width, sum, width);
+    set_product(kBlock, width, now, plain<R>(s.dl + now * ld, ld), s.keys, width, sum, width);
     add_scaled(d.from_start + now * width, s.row + now * width);
   }
   std::fill(s.col, s.col + d.rows * width, R(0));
@@ -124,21 +124,19 @@ void between_blocks(const KdaData<R>& d, R scale, Scratch<R>& s) {
     decay_rows(d.total + (b + 1) * width, after, d.rows, s.keys);
     decay_rows(d.total + (b + 1) * width, after, d.rows, s.queries);
     std::copy(d.k_start + next * width, d.k_start + after * width, s.keys + next * width);
-    for (int64_t c = next * width; c < after * width; c += lanes) {
-      store(s.queries + c, splat(scale) * load(d.q_start + c));
-    }
+    std::copy(d.q_start + next * width, d.q_start + after * width, s.queries + next * width);
     const int64_t inner = d.rows - next;
-    const Left<R> dl = transposed<R>(s.dl + next * ld + now, ld);
-    const Left<R> dm = transposed<R>(s.dm + next * ld + now, ld);
-    tile_product(kBlock, width, inner, dl, s.keys + next * width, width, sum, width);
-    tile_product<Into::kAdd>(kBlock, width, inner, dm, s.queries + next * width, width, sum, width);
+    const ChainA<R> dl = transposed<R>(s.dl + next * ld + now, ld);
+    const ChainA<R> dm = transposed<R>(s.dm + next * ld + now, ld);
+    set_product(kBlock, width, inner, dl, s.keys + next * width, width, sum, width);
+    add_product(kBlock, width, inner, dm, s.queries + next * width, width, sum, width);
     add_scaled(d.to_end + now * width, s.col + now * width);
   }
 }
 
 /// Terms inside a block, pair by pair: exp(b_i - b_j) grows by one token's factor per step.
 template <typename R>
-void within_blocks(const KdaData<R>& d, int64_t length, R scale, Scratch<R>& s) {
+void within_blocks(const KdaData<R>& d, int64_t length, Scratch<R>& s) {
   const int64_t width = d.width, ld = d.chunk;
   for (int64_t b = 0; b < length; b += kBlock) {
     const int64_t end = std::min(b + kBlock, length);
@@ -153,7 +151,7 @@ void within_blocks(const KdaData<R>& d, int64_t length, R scale, Scratch<R>& s) 
           const Vec<R> decayed = kj * e;
           store(s.dq + at, simd::fma(dm, decayed, load(s.dq + at)));
           store(s.row + at, simd::fma(dg, decayed, load(s.row + at)));
-          const Vec<R> pair = simd::fma(dg, load(d.k + at), dm * splat(scale) * load(d.q + at));
+          const Vec<R> pair = simd::fma(dg, load(d.k + at), dm * load(d.q + at));
           col = simd::fma(pair, e, col);
         }
         store(s.col + j * width + c, col);
@@ -215,7 +213,6 @@ void kda_chunk_gradients(const KdaCall<S, R>& call,
                          std::vector<R>& room) {
   const KdaChunk& chunk = call.chunks[static_cast<size_t>(chunk_index)];
   const int64_t width = d.width, dim = call.dim, ld = d.chunk, at_head = head * dim;
-  const R scale = 1 / std::sqrt(static_cast<R>(dim));
   constexpr int64_t lanes = simd::kLanes<R>;
   Scratch<R> s(room, width, d.chunk);
 
@@ -223,7 +220,7 @@ void kda_chunk_gradients(const KdaCall<S, R>& call,
   score_gradients(d, s);
   state_terms(d, s, y_state);
 
-  // dbeta, and dL becomes dG.
+  // dbeta, and -dL becomes dG.
   for (int64_t i = 0; i < chunk.length; ++i) {
     const int64_t t = chunk.row + i, at = i * width;
     const R* before = d.before + i / kBlock * width;
@@ -234,8 +231,8 @@ void kda_chunk_gradients(const KdaCall<S, R>& call,
     }
     dbeta -= simd::dot(s.raw, y_state + at, width);
     for (int64_t j = 0; j < i; ++j) {
-      dbeta = std::fma(s.dl[i * ld + j], d.gm[i * ld + j], dbeta);
-      s.dl[i * ld + j] *= d.beta[i];
+      dbeta = std::fma(-s.dl[i * ld + j], d.gm[i * ld + j], dbeta);
+      s.dl[i * ld + j] *= -d.beta[i];
     }
     // beta (1 - beta), with 1 - beta free of cancellation.
     const R logit = simd::widen(call.beta_logit.data[t * call.beta_logit.stride + head]);
@@ -247,8 +244,8 @@ void kda_chunk_gradients(const KdaCall<S, R>& call,
     simd::store_row(s.raw, dim, grads.dv + t * call.heads * dim + at_head);
   }
 
-  between_blocks(d, scale, s);
-  within_blocks(d, chunk.length, scale, s);
+  between_blocks(d, s);
+  within_blocks(d, chunk.length, s);
 
   // dq, dk, db (over the queries' scratch) and what the last row's b gets from the state.
   for (int64_t c = 0; c < width; ++c) {
@@ -257,12 +254,12 @@ void kda_chunk_gradients(const KdaCall<S, R>& call,
   R* db = s.queries;
   for (int64_t i = 0; i < chunk.length; ++i) {
     const int64_t t = chunk.row + i, out = t * call.heads * dim + at_head;
-    const Vec<R> diagonal = splat(scale * s.dm[i * ld + i]);
+    const Vec<R> diagonal = splat(s.dm[i * ld + i]);
     const bool last_row = i == chunk.length - 1;
     for (int64_t c = 0; c < width; c += lanes) {
       const int64_t at = i * width + c;
       const Vec<R> q = load(d.q + at), k = load(d.k + at);
-      const Vec<R> dq = splat(scale) * load(s.dq + at);
+      const Vec<R> dq = load(s.dq + at);
       const Vec<R> row = load(s.row + at), col = load(s.col + at), tail = load(s.tail + at);
       const Vec<R> tail0 = last_row ? Vec<R>{} : tail;
       store(s.row_q + c, dq + diagonal * k);

@@ -63,6 +63,7 @@ KdaData<R> KdaLayout<R>::assign(Take&& take) const {
   d.bv = take(false, cd);
   if (backward_) {
     d.y = take(true, cd);
+    d.dn = take(true, cd);
     d.dout = take(true, cd);
     d.ds = take(true, dd);
   }

@@ -61,7 +61,13 @@ void normalise_row(const KdaMode& mode, int64_t width, R* x) {
   }
 }
 
-/// q, k, beta, beta v and the single-token decays.
+/// e^x, or 2^x when log2(e) is folded into the gate (D71).
+template <typename R>
+Vec<R> power(const KdaMode& mode, Vec<R> x) {
+  return mode.base2 ? simd::exp2(x) : simd::exp(x);
+}
+
+/// q, k, beta, beta v, the log decays (in from_start) and the single-token decays.
 template <typename S, typename R>
 void load_tokens(const KdaCall<S, R>& call, const KdaChunk& chunk, int64_t head, KdaData<R>& d) {
   const KdaMode& mode = call.mode;
@@ -70,11 +76,13 @@ void load_tokens(const KdaCall<S, R>& call, const KdaChunk& chunk, int64_t head,
   R* dt = d.bkt;  // free until the operands are formed
   simd::load_row(call.dt_bias + at, dim, dt, width);
   for (int64_t i = 0; i < d.rows; ++i) {
-    R *q = d.q + i * width, *k = d.k + i * width, *v = d.bv + i * width, *e = d.decay + i * width;
+    R *q = d.q + i * width, *k = d.k + i * width, *v = d.bv + i * width;
+    R *g = d.from_start + i * width, *e = d.decay + i * width;
     if (i >= chunk.length) {
       std::fill(q, q + width, R(0));
       std::fill(k, k + width, R(0));
       std::fill(v, v + width, R(0));
+      std::fill(g, g + width, R(0));
       std::fill(e, e + width, R(1));
       d.beta[i] = 0;
       continue;
@@ -83,70 +91,87 @@ void load_tokens(const KdaCall<S, R>& call, const KdaChunk& chunk, int64_t head,
     simd::load_row(call.q.data + t * call.q.stride + at, dim, q, width);
     simd::load_row(call.k.data + t * call.k.stride + at, dim, k, width);
     simd::load_row(call.v.data + t * call.v.stride + at, dim, v, width);
-    simd::load_row(call.f.data + t * call.f.stride + at, dim, e, width);
+    simd::load_row(call.f.data + t * call.f.stride + at, dim, g, width);
     normalise_row(mode, width, q);
     normalise_row(mode, width, k);
     const R beta =
         beta_of(mode, simd::widen(call.beta_logit.data[t * call.beta_logit.stride + head]));
     d.beta[i] = beta;
-    log_decay_row(mode, call.rate[head], dt, width, e);
+    log_decay_row(mode, call.rate[head], dt, width, g);
     for (int64_t c = 0; c < width; c += simd::kLanes<R>) {
-      const Vec<R> g = load(e + c);
-      store(e + c, mode.base2 ? simd::exp2(g * splat(log2e)) : simd::exp(g));
+      const Vec<R> scaled = mode.base2 ? load(g + c) * splat(log2e) : load(g + c);
+      store(g + c, scaled);
+      store(e + c, power<R>(mode, scaled));
       const Vec<R> bv = splat(beta) * load(v + c);
       store(v + c, mode.round_operands ? simd::round_bf16(bv) : bv);
     }
   }
 }
 
-/// Decays from each block's start, to its end, over blocks; q and k scaled by them. With rounded
-/// exponentials (D25) the decay to the end is bf16(exp(b_end)) * bf16(exp(-b)), and q, k scaled by
-/// a rounded factor are matrix operands of their own (D24).
+/// Decays from each block's start, to its end, over blocks; q and k scaled by them. g lies in
+/// from_start. Each decay is one exponential of a sum of g that starts at 0 where the decay is 1,
+/// so that its relative error does not grow with the sum. With rounded exponentials (D25) the decay
+/// to the end is bf16(exp(b_end)) * bf16(exp(-b)), and q, k scaled by a rounded factor are matrix
+/// operands of their own (D24).
 template <typename R>
 void block_decays(const KdaMode& mode, KdaData<R>& d, R* k_inverse) {
   const int64_t width = d.width, blocks = d.rows / kBlock;
   const bool round = mode.round_exp, round_product = mode.round_exp && mode.round_operands;
   const auto product = [&](Vec<R> x) { return round_product ? simd::round_bf16(x) : x; };
   for (int64_t c = 0; c < width; c += simd::kLanes<R>) {
+    Vec<R> sums[kMaxBlocks], totals[kMaxBlocks];
     for (int64_t b = 0; b < blocks; ++b) {
       const int64_t base = b * kBlock * width + c;
-      Vec<R> run = splat(R(1));
+      Vec<R> sum{};
+      for (int64_t i = kBlock - 1; i >= 0; --i) {
+        const int64_t at = base + i * width;
+        const Vec<R> e = power<R>(mode, sum);
+        store(d.to_end + at, e);
+        store(d.k_end + at, load(d.k + at) * e);
+        sum = sum + load(d.from_start + at);
+      }
+      sum = Vec<R>{};
+      Vec<R> e{};
       for (int64_t i = 0; i < kBlock; ++i) {
         const int64_t at = base + i * width;
-        run = run * load(d.decay + at);
-        const Vec<R> e = round ? simd::round_bf16(run) : run;
+        sum = sum + load(d.from_start + at);
+        e = power<R>(mode, sum);
+        if (round) {
+          e = simd::round_bf16(e);
+          store(k_inverse + at, product(load(d.k + at) * simd::round_bf16(power<R>(mode, -sum))));
+        }
         store(d.from_start + at, e);
         store(d.q_start + at, product(load(d.q + at) * e));
         store(d.k_start + at, product(load(d.k + at) * e));
-        if (round) store(k_inverse + at, product(load(d.k + at) * simd::round_bf16(1 / run)));
       }
-      const Vec<R> total = round ? simd::round_bf16(run) : run;
-      store(d.total + b * width + c, total);
-      run = splat(R(1));
-      for (int64_t i = kBlock - 1; i >= 0; --i) {
+      sums[b] = sum;
+      totals[b] = e;
+      store(d.total + b * width + c, e);
+      for (int64_t i = 0; round && i < kBlock; ++i) {
         const int64_t at = base + i * width;
-        store(d.to_end + at, run);
-        store(d.k_end + at, round ? product(load(k_inverse + at) * total) : load(d.k + at) * run);
-        run = run * load(d.decay + at);
+        store(d.k_end + at, product(load(k_inverse + at) * e));
       }
     }
-    Vec<R> run = splat(R(1));
+    // Over whole blocks [first, last).
+    const auto over = [&](int64_t first, int64_t last) {
+      Vec<R> sum{}, e = splat(R(1));
+      for (int64_t b = first; b < last; ++b) {
+        sum = sum + sums[b];
+        e = e * totals[b];
+      }
+      return round ? e : power<R>(mode, sum);
+    };
     for (int64_t b = 0; b < blocks; ++b) {
-      store(d.before + b * width + c, run);
-      run = run * load(d.total + b * width + c);
+      store(d.before + b * width + c, over(0, b));
+      store(d.after + b * width + c, over(b + 1, blocks));
     }
-    store(d.chunk_decay + c, run);
-    run = splat(R(1));
-    for (int64_t b = blocks - 1; b >= 0; --b) {
-      store(d.after + b * width + c, run);
-      run = run * load(d.total + b * width + c);
-    }
+    store(d.chunk_decay + c, over(0, blocks));
   }
 }
 
-/// Gm and M between blocks: rows of block I against all earlier keys decayed to I's start.
+/// Gm and M / s between blocks: rows of block I against all earlier keys decayed to I's start.
 template <typename R>
-void scores_between(KdaData<R>& d, R scale, R* keys_T) {
+void scores_between(KdaData<R>& d, R* keys_T) {
   const int64_t width = d.width, chunk = d.chunk, blocks = d.rows / kBlock;
   for (int64_t b = 1; b < blocks; ++b) {
     const int64_t old = (b - 1) * kBlock, now = b * kBlock;
@@ -157,35 +182,23 @@ void scores_between(KdaData<R>& d, R scale, R* keys_T) {
       for (int64_t j = 0; j < old; j += simd::kLanes<R>) store(row + j, load(row + j) * decay);
     }
     transpose_into(kBlock, width, d.k_end + old * width, width, keys_T + old, chunk);
-    tile_product(kBlock,
-                 now,
-                 width,
-                 plain(d.k_start + now * width, width),
-                 keys_T,
-                 chunk,
-                 d.gm + now * chunk,
-                 chunk);
-    tile_product(kBlock,
-                 now,
-                 width,
-                 plain(d.q_start + now * width, width),
-                 keys_T,
-                 chunk,
-                 d.m + now * chunk,
-                 chunk,
-                 scale);
+    const ChainA<R> k = plain<R>(d.k_start + now * width, width);
+    const ChainA<R> q = plain<R>(d.q_start + now * width, width);
+    set_product(kBlock, now, width, k, keys_T, chunk, d.gm + now * chunk, chunk);
+    set_product(kBlock, now, width, q, keys_T, chunk, d.m + now * chunk, chunk);
   }
 }
 
-/// Gm and M inside a block: key j walks down the rows and decays by one token's factor at a time.
+/// Gm and M / s inside a block: key j walks down the rows and decays by one token's factor at a
+/// time.
 template <typename R>
-void scores_within(const KdaChunk& chunk, KdaData<R>& d, R scale, R* walk) {
+void scores_within(const KdaChunk& chunk, KdaData<R>& d, R* walk) {
   const int64_t width = d.width;
   constexpr int64_t lanes = simd::kLanes<R>;
   for (int64_t j = 0; j < chunk.length; ++j) {
     const int64_t end = std::min((j / kBlock + 1) * kBlock, chunk.length);
     std::copy(d.k + j * width, d.k + (j + 1) * width, walk);
-    d.m[j * d.chunk + j] = scale * simd::dot(d.q + j * width, walk, width);
+    d.m[j * d.chunk + j] = simd::dot(d.q + j * width, walk, width);
     for (int64_t i = j + 1; i < end; ++i) {
       const R *e = d.decay + i * width, *k = d.k + i * width, *q = d.q + i * width;
       Vec<R> g0{}, g1{}, m0{}, m1{};
@@ -200,19 +213,19 @@ void scores_within(const KdaChunk& chunk, KdaData<R>& d, R scale, R* walk) {
         m1 = simd::fma(w1, load(q + c + lanes), m1);
       }
       d.gm[i * d.chunk + j] = simd::sum(g0 + g1);
-      d.m[i * d.chunk + j] = scale * simd::sum(m0 + m1);
+      d.m[i * d.chunk + j] = simd::sum(m0 + m1);
     }
   }
 }
 
 /// The same with rounded exponentials: exp(b_i) exp(-b_j) anchored at the block's start.
 template <typename R>
-void scores_within_rounded(const KdaChunk& chunk, KdaData<R>& d, R scale, const R* k_inverse) {
+void scores_within_rounded(const KdaChunk& chunk, KdaData<R>& d, const R* k_inverse) {
   const int64_t width = d.width;
   for (int64_t j = 0; j < chunk.length; ++j) {
     const int64_t end = std::min((j / kBlock + 1) * kBlock, chunk.length);
     for (int64_t i = j; i < end; ++i) {
-      d.m[i * d.chunk + j] = scale * simd::dot(d.q_start + i * width, k_inverse + j * width, width);
+      d.m[i * d.chunk + j] = simd::dot(d.q_start + i * width, k_inverse + j * width, width);
       if (i > j) {
         d.gm[i * d.chunk + j] = simd::dot(d.k_start + i * width, k_inverse + j * width, width);
       }
@@ -220,11 +233,22 @@ void scores_within_rounded(const KdaChunk& chunk, KdaData<R>& d, R scale, const 
   }
 }
 
+template <typename R>
+void scale_scores(const KdaMode& mode, R scale, KdaData<R>& d) {
+  for (int64_t i = 0; i < d.rows; ++i) {
+    R* row = d.m + i * d.chunk;
+    for (int64_t j = 0; j < d.rows; j += simd::kLanes<R>) {
+      const Vec<R> m = load(row + j) * splat(scale);
+      store(row + j, mode.round_scores ? simd::round_bf16(m) : m);
+    }
+  }
+}
+
 inline float round_half(float x) { return static_cast<float>(static_cast<_Float16>(x)); }
 inline double round_half(double x) { return x; }
 
-/// (I - L)(I + L^2)(I + L^4)(I + L^8) of a kBlock x kBlock strictly lower L, every product rounded
-/// to half precision (D23 fp16).
+/// With l = -L: (I + l)(I + l^2)(I + l^4)(I + l^8) of a kBlock x kBlock strictly lower l, every
+/// product rounded to half precision (D23 fp16).
 template <typename R>
 void half_inverse_block(const R* l, int64_t ld, R* t, R* scratch) {
   constexpr int64_t n = kBlock;
@@ -242,7 +266,7 @@ void half_inverse_block(const R* l, int64_t ld, R* t, R* scratch) {
   for (int64_t i = 0; i < n; ++i) {
     for (int64_t j = 0; j < n; ++j) {
       power[i * n + j] = l[i * ld + j];
-      product[i * n + j] = round_half((i == j ? R(1) : R(0)) - l[i * ld + j]);
+      product[i * n + j] = round_half((i == j ? R(1) : R(0)) + l[i * ld + j]);
     }
   }
   for (int64_t step = 0; step < 3; ++step) {
@@ -257,13 +281,14 @@ void half_inverse_block(const R* l, int64_t ld, R* t, R* scratch) {
   for (int64_t i = 0; i < n; ++i) std::copy(product + i * n, product + (i + 1) * n, t + i * ld);
 }
 
-/// Tm = (I + L)^-1: forward substitution by rows inside blocks, block substitution between them.
+/// l = -L and Tm = (I - l)^-1: forward substitution by rows inside blocks, block substitution
+/// between them.
 template <typename R>
 void invert(const KdaMode& mode, KdaData<R>& d, R* scratch) {
   const int64_t ld = d.chunk, rows = d.rows;
   for (int64_t i = 0; i < rows; ++i) {
     for (int64_t j = 0; j < i; ++j) {
-      const R x = d.beta[i] * d.gm[i * ld + j];
+      const R x = -(d.beta[i] * d.gm[i * ld + j]);
       d.l[i * ld + j] = mode.half_inverse ? round_half(x) : x;
     }
     std::fill(d.l + i * ld + i, d.l + i * ld + rows, R(0));
@@ -278,7 +303,7 @@ void invert(const KdaMode& mode, KdaData<R>& d, R* scratch) {
       for (int64_t i = 0; i < kBlock; ++i) {
         R* row = t + i * ld;
         for (int64_t j = 0; j < i; ++j) {
-          const Vec<R> x = splat(-l[i * ld + j]);
+          const Vec<R> x = splat(l[i * ld + j]);
           for (int64_t c = 0; c < kBlock; c += simd::kLanes<R>) {
             store(row + c, simd::fma(x, load(t + j * ld + c), load(row + c)));
           }
@@ -287,8 +312,8 @@ void invert(const KdaMode& mode, KdaData<R>& d, R* scratch) {
       }
     }
     if (b == 0) continue;
-    tile_product(kBlock, b, b, plain(d.l + b * ld, ld), d.tm, ld, scratch, ld);
-    tile_product(kBlock, b, kBlock, plain(t, ld), scratch, ld, d.tm + b * ld, ld, R(-1));
+    set_product(kBlock, b, b, plain<R>(d.l + b * ld, ld), d.tm, ld, scratch, ld);
+    set_product(kBlock, b, kBlock, plain<R>(t, ld), scratch, ld, d.tm + b * ld, ld);
   }
   kda_round(mode.round_inverse, rows, rows, d.tm, ld);
 }
@@ -299,7 +324,7 @@ void operands(const KdaMode& mode, KdaData<R>& d) {
   const auto rounded = [&](Vec<R> x) { return mode.round_operands ? simd::round_bf16(x) : x; };
   for (int64_t i = 0; i < d.rows; ++i) {
     const R *before = d.before + i / kBlock * width, *after = d.after + i / kBlock * width;
-    const Vec<R> beta = splat(d.beta[i]);
+    const Vec<R> beta = splat(-d.beta[i]);
     for (int64_t c = 0; c < width; c += simd::kLanes<R>) {
       const int64_t at = i * width + c;
       store(d.bkt + at, rounded(beta * (load(d.k_start + at) * load(before + c))));
@@ -308,9 +333,9 @@ void operands(const KdaMode& mode, KdaData<R>& d) {
     }
   }
   for (int64_t b = 0; b < d.rows; b += kBlock) {
-    const Left<R> t = plain<R>(d.tm + b * d.chunk, d.chunk);
-    tile_product(kBlock, width, b + kBlock, t, d.bkt, width, d.w + b * width, width);
-    tile_product(kBlock, width, b + kBlock, t, d.bv, width, d.n + b * width, width);
+    const ChainA<R> t = plain<R>(d.tm + b * d.chunk, d.chunk);
+    set_product(kBlock, width, b + kBlock, t, d.bkt, width, d.w + b * width, width);
+    set_product(kBlock, width, b + kBlock, t, d.bv, width, d.n + b * width, width);
   }
   kda_round(mode.round_operands, d.rows, width, d.w, width);
   kda_round(mode.round_operands, d.rows, width, d.n, width);
@@ -329,13 +354,13 @@ void kda_prepare(const KdaCall<S, R>& call, const KdaChunk& chunk, int64_t head,
   block_decays(mode, d, k_inverse);
   std::fill(d.gm, d.gm + d.rows * d.chunk, R(0));
   std::fill(d.m, d.m + d.rows * d.chunk, R(0));
-  scores_between(d, scale, keys_T);
+  scores_between(d, keys_T);
   if (mode.round_exp) {
-    scores_within_rounded(chunk, d, scale, k_inverse);
+    scores_within_rounded(chunk, d, k_inverse);
   } else {
-    scores_within(chunk, d, scale, d.bkt);
+    scores_within(chunk, d, d.bkt);
   }
-  kda_round(mode.round_scores, d.rows, d.rows, d.m, d.chunk);
+  scale_scores(mode, scale, d);
   invert(mode, d, d.work);
   operands(mode, d);
 }

@@ -1,6 +1,7 @@
 #include <ATen/Parallel.h>
 #include <gmock/gmock.h>
 
+#include "model/ops/chain_gemm.hpp"
 #include "model/ops/kda.hpp"
 #include "tests/unit/ops_kda_support.hpp"
 
@@ -209,7 +210,10 @@ TEST(Kda, Float32ErrorIsThatOfTheFormat) {
         exact.*t = (in.*t).to(at::kFloat).to(at::kDouble);
       }
       const KdaResult want = run(kda_chunk, exact, wide);
-      expect_close(run(kda_chunk, in, num), want, 1e-6, 1e-5);
+      // With softplus dA_log multiplies gradients near 0 by decays of e^-30: a sum of rounding
+      // errors.
+      const double grad_bound = regime == Regime::kSoftplus ? 3e-4 : 1e-5;
+      expect_close(run(kda_chunk, in, num), want, 1e-6, grad_bound);
       expect_close(run(kda_chunk_reference, in, num), want, 4e-6, 2e-4);
     }
   }
@@ -244,7 +248,7 @@ TEST(Kda, RepeatedKeysHaveTheClosedForm) {
   const KdaResult near_want = run(kda_recurrent_reference, near, Numerics::policy("float64"));
   for (const auto& [policy, bound, grad_bound] :
        std::vector<std::tuple<std::string, double, double>>{{"float64", 1e-13, 1e-10},
-                                                            {"float32", 1e-6, 1e-4},
+                                                            {"float32", 3e-6, 1e-4},
                                                             {"hf-bf16", 1e-2, 0.2},
                                                             {"fsdp-bf16", 2e-2, 0.2}}) {
     for (const Kda form : {kda_chunk, kda_chunk_reference, kda_recurrent_reference}) {
@@ -544,6 +548,17 @@ TEST(Kda, BytesDoNotDependOnThreadsOrStrides) {
     strided.v = merged.slice(1, 6, 9);
     EXPECT_TRUE(test::same_bytes(kda_chunk(strided, num).o, one.o));
   }
+}
+
+TEST(Kda, BytesDoNotDependOnTheVectorWidth) {
+  const Numerics num = Numerics::policy("float32");
+  const KdaInput in = make_input({130, 1, 70}, 3, 20, Regime::kMixed);
+  if (!chain_gemm_allow_avx512(true)) GTEST_SKIP() << "this processor has no AVX-512";
+  const KdaResult wide = run(kda_chunk, in, num);
+  chain_gemm_allow_avx512(false);
+  const KdaResult narrow = run(kda_chunk, in, num);
+  chain_gemm_allow_avx512(true);
+  EXPECT_TRUE(same_bytes(wide, narrow));
 }
 
 TEST(Kda, GradientOfOneOutputAloneIsEnough) {
