@@ -116,14 +116,6 @@ LOCKSTEP_DEVICE int load_relaxed(const int* pointer) {
 LOCKSTEP_DEVICE void store_relaxed(int* pointer, int value) {
   asm volatile("st.relaxed.gpu.global.s32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
 }
-LOCKSTEP_DEVICE int load_acquire_shared(uint32_t address) {
-  int value;
-  asm volatile("ld.acquire.cta.shared.s32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
-  return value;
-}
-LOCKSTEP_DEVICE void store_release_shared(uint32_t address, int value) {
-  asm volatile("st.release.cta.shared.s32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
-}
 
 // ---- copies -----------------------------------------------------------------------------------
 

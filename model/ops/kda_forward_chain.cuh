@@ -22,10 +22,10 @@ constexpr int kChainM = kChainK + kTile;
 constexpr int kChainDecay = kChainM + kSlab;
 constexpr int kChainOut = kChainDecay + 512;
 constexpr int kChainBarriers = kChainOut + 4 * kOutPatch;
-constexpr int kChainSeen = kChainBarriers + 80;  // int: records known to be complete
-constexpr int kChainBytes = (kChainSeen + 4 + 1023) / 1024 * 1024;
+constexpr int kChainBytes = (kChainBarriers + 112 + 1023) / 1024 * 1024;
 
-/// Shared-memory barriers: "full" is completed by the copies, "used" by the four warps.
+/// Shared-memory barriers: "full" is completed by the copies, "used" by all 128 threads of the
+/// chain (each orders its own reads; no slower than one arrival per warp).
 struct ChainBarriers {
   uint32_t base;
   LOCKSTEP_DEVICE uint32_t full_a(int stage) const { return base + 8 * stage; }
@@ -36,22 +36,26 @@ struct ChainBarriers {
   LOCKSTEP_DEVICE uint32_t used_q() const { return base + 56; }
   LOCKSTEP_DEVICE uint32_t used_k() const { return base + 64; }
   LOCKSTEP_DEVICE uint32_t used_m() const { return base + 72; }
+  /// From one fetching thread to the other and back: the record is complete; noted.
+  LOCKSTEP_DEVICE uint32_t complete(int stage) const { return base + 80 + 8 * stage; }
+  LOCKSTEP_DEVICE uint32_t noted(int stage) const { return base + 96 + 8 * stage; }
 };
 
 LOCKSTEP_DEVICE void chain_init(uint32_t shared) {
   const ChainBarriers bar{shared + kChainBarriers};
   for (int stage = 0; stage < 2; ++stage) {
     barrier_init(bar.full_a(stage), 1);
-    barrier_init(bar.used_a(stage), 4);
+    barrier_init(bar.used_a(stage), 128);
+    barrier_init(bar.complete(stage), 1);
+    barrier_init(bar.noted(stage), 1);
   }
   barrier_init(bar.full_q(), 1);
   barrier_init(bar.full_k(), 1);
   barrier_init(bar.full_m(), 1);
-  barrier_init(bar.used_q(), 4);
-  barrier_init(bar.used_k(), 4);
-  barrier_init(bar.used_m(), 4);
+  barrier_init(bar.used_q(), 128);
+  barrier_init(bar.used_k(), 128);
+  barrier_init(bar.used_m(), 128);
   fence_barrier_init();
-  store_release_shared(shared + kChainSeen, 0);
 }
 
 /// One thread: waits for each record of `head`, copies W and its half of U, up to two chunks ahead.
@@ -65,7 +69,8 @@ LOCKSTEP_DEVICE void chain_fetch_ahead(
     const unsigned char* const source = record(p, chunk, head);
     while (load_acquire(flags + slot) != chunk + 1) __nanosleep(20);
     fence_async_global();
-    store_release_shared(shared + kChainSeen, chunk + 1);
+    barrier_wait(bar.noted(stage), ((chunk >> 1) & 1) ^ 1);
+    barrier_arrive(bar.complete(stage));
     barrier_wait(bar.used_a(stage), ((chunk >> 1) & 1) ^ 1);
     barrier_expect_bytes(bar.full_a(stage), kStageA);
     bulk_load(shared + kChainA + stage * kStageA, source + kTileW, kTile, bar.full_a(stage));
@@ -83,7 +88,8 @@ LOCKSTEP_DEVICE void chain_fetch(const Params& p, int head, int chunks, uint32_t
   for (int chunk = 0; chunk < chunks; ++chunk) {
     const uint32_t parity = (chunk & 1) ^ 1;
     const unsigned char* const source = record(p, chunk, head);
-    while (load_acquire_shared(shared + kChainSeen) <= chunk) __nanosleep(20);
+    barrier_wait(bar.complete(chunk & 1), (chunk >> 1) & 1);
+    barrier_arrive(bar.noted(chunk & 1));
     barrier_wait(bar.used_q(), parity);
     barrier_expect_bytes(bar.full_q(), kTile + 512);
     bulk_load(shared + kChainQ, source + kTileQ, kTile, bar.full_q());
@@ -202,7 +208,7 @@ LOCKSTEP_DEVICE void chain_consume(
 
         wgmma_wait<1>();
         pin(n);
-        if (lane == 0) barrier_arrive(bar.used_a(stage));
+        barrier_arrive(bar.used_a(stage));
 #pragma unroll
         for (int j = 0; j < 16; ++j) nb[j] = pack_bf16(n[2 * j], n[2 * j + 1]);
 
@@ -233,7 +239,8 @@ LOCKSTEP_DEVICE void chain_consume(
         for (int k = 0; k < 4; ++k) wgmma_64<1>(o, nb + 4 * k, m + k * 2, true);
         wgmma_commit();
         wgmma_wait<2>();  // Q~ S is done
-        if (lane == 0) barrier_arrive(bar.used_q());
+        __syncwarp();     // exp(b_C) likewise
+        barrier_arrive(bar.used_q());
 
         ++chunk;
         if (chunk < chunk_last) {
@@ -242,13 +249,13 @@ LOCKSTEP_DEVICE void chain_consume(
         }
         wgmma_wait<1>();
         pin(s);
-        if (lane == 0) barrier_arrive(bar.used_k());
+        barrier_arrive(bar.used_k());
 #pragma unroll
         for (int j = 0; j < 32; ++j) sb[j] = pack_bf16(s[2 * j], s[2 * j + 1]);
         wgmma_wait<0>();
         pin(o);
         pin(s);
-        if (lane == 0) barrier_arrive(bar.used_m());
+        barrier_arrive(bar.used_m());
 #pragma unroll
         for (int j = 0; j < 16; ++j) ob[j] = pack_bf16(o[2 * j] * kScale, o[2 * j + 1] * kScale);
       }
