@@ -38,7 +38,8 @@ struct KdaForwardArgs {
 };
 
 /// Bytes of device scratch that kda_forward needs for these sizes (contents need no
-/// initialisation): 445 KB per head, which stay in L2, and 16 bytes per chunk of 64 tokens.
+/// initialisation): about 28.5 MB for up to 64 heads, which stay in L2 (445 KB for each further
+/// head), and 16 bytes per chunk of 64 tokens.
 size_t kda_forward_workspace_bytes(int64_t tokens, int64_t documents, int heads);
 
 /// KDA forward with fused gate, l2norm, and beta sigmoid, for sm_90a.
