@@ -8,6 +8,8 @@ find_package(HDF5 REQUIRED COMPONENTS C)
 
 add_library(lockstep_mpi INTERFACE)
 target_link_libraries(lockstep_mpi INTERFACE MPI::MPI_C)
+# The C interface only: mpi.h would otherwise drag in the C++ bindings that MPI 3 removed.
+target_compile_definitions(lockstep_mpi INTERFACE OMPI_SKIP_MPICXX=1 MPICH_SKIP_MPICXX=1)
 
 add_library(lockstep_hdf5 INTERFACE)
 target_include_directories(lockstep_hdf5 SYSTEM INTERFACE ${HDF5_INCLUDE_DIRS})

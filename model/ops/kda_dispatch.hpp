@@ -62,10 +62,10 @@ inline void check_float_cpu(const Tensor& t, std::string_view what) {
                  describe(t));
 }
 
-/// Throws kShape unless cu = {0, ..., tokens}, not decreasing, with at least one segment.
+/// Throws kShape unless cu = {0, ..., tokens}, not decreasing; {0} is no segment.
 inline void check_boundaries(std::span<const int64_t> cu, int64_t tokens, std::string_view what) {
   LOCKSTEP_CHECK(
-      cu.size() >= 2 && cu.front() == 0 && cu.back() == tokens,
+      !cu.empty() && cu.front() == 0 && cu.back() == tokens,
       kShape,
       "{}: expected segment boundaries from 0 to {} (the number of rows), got {} entries "
       "from {} to {}",

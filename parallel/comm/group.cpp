@@ -50,6 +50,13 @@ void check(int code, const GroupImpl& g, std::string_view what, std::string_view
        std::string_view(text, static_cast<size_t>(length)));
 }
 
+/// A request given up on must not write into a buffer that its caller frees. Collectives cannot be
+/// cancelled; their caller ends the process.
+void abandon(MPI_Request& request) {
+  int done = 0;
+  if (MPI_Cancel(&request) == MPI_SUCCESS) MPI_Test(&request, &done, MPI_STATUS_IGNORE);
+}
+
 /// Polls until the request ends. Ranks often share cores in tests, so after a short spin the thread
 /// yields them.
 void wait(MPI_Request& request,
@@ -66,14 +73,16 @@ void wait(MPI_Request& request,
     const auto waited = std::chrono::duration_cast<std::chrono::milliseconds>(
                             std::chrono::steady_clock::now() - start)
                             .count();
-    LOCKSTEP_CHECK(waited < g_timeout_ms,
-                   kComm,
-                   "{}: {} got no answer from {} in {} ms. Look at that rank's log; raise the "
-                   "deadline with --comm-timeout-ms if it is only slow",
-                   where(g, what),
-                   call,
-                   peer,
-                   waited);
+    if (waited >= g_timeout_ms) {
+      abandon(request);
+      fail(ErrorKind::kComm,
+           "{}: {} got no answer from {} in {} ms. Look at that rank's log; raise the deadline if "
+           "it is only slow",
+           where(g, what),
+           call,
+           peer,
+           waited);
+    }
     std::this_thread::sleep_for(std::chrono::microseconds(std::min<int64_t>(20 + waited, 1000)));
   }
 }

@@ -98,6 +98,7 @@ TEST(ContextParallelCuts, UnevenRanksWithZeroAndOneToken) {
   const Documents docs = documents({41, 1, 30});
   const TrainerResult one = run(docs, "float64", parallel::Mesh::single());
   // Rank 0 has 0 tokens, rank 1 one token, then most of the row, the last rank the rest.
+  if (size == 1) GTEST_SKIP() << "one rank has nothing to share unevenly";
   std::vector<int64_t> cuts{0, 0};
   for (int64_t r = 1; r < size; ++r)
     cuts.push_back(r == size - 1 ? 72 : r == 1 ? 1 : 1 + 60 * (r - 1) / (size - 1));
