@@ -91,7 +91,7 @@ INSTANTIATE_TEST_SUITE_P(Rows,
                                          Row{"empty_documents", {0, 20, 0, 13, 0}},
                                          Row{"no_target", {1, 1, 1}},
                                          Row{"nothing", {}}),
-                         [](const auto& info) { return std::string(info.param.name); });
+                         [](const auto& row) { return std::string(row.param.name); });
 
 TEST(ContextParallelCuts, UnevenRanksWithZeroAndOneToken) {
   const int64_t size = world().size();
