@@ -11,8 +11,7 @@
 
 namespace lockstep::model::hc {
 
-/// Tokens per block: a block's streams stay in the second-level cache. 8, 16, 32 or 64, chosen from
-/// the row alone, so that blocks start where canonical cuts of 64 tokens may lie.
+/// Tokens per block: a block's streams stay in the second-level cache. 8, 16, 32 or 64.
 inline int64_t block_tokens(int64_t row) {
   int64_t tokens = 64;
   while (tokens > 8 && tokens * row > (1 << 17)) tokens /= 2;

@@ -99,7 +99,7 @@ HcProjection hc_projection(const HcShape& shape, const Numerics& num) {
     if (above || num.is<Switch::kHcProjection>("tf32")) how.operands = HcOperands::kTf32;
     if (num.is<Switch::kHcProjection>("bf16x3")) how.operands = HcOperands::kBf16x3;
   }
-  how.fixed_rows = num.is<Switch::kGemmRows>("fixed-tiles");
+  how.rows = num.is<Switch::kGemmRows>("fixed-tiles") ? RowTiles::kFixed : RowTiles::kLibrary;
   return how;
 }
 

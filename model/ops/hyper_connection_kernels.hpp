@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "model/base/scalar.hpp"
+#include "model/ops/linear_tiles.hpp"
 
 namespace lockstep::model {
 
@@ -22,7 +23,7 @@ struct HcProjection {
   HcOperands operands;   ///< D05
   int64_t width;         ///< n * D
   int64_t slice_width;   ///< D06: values per partial sum
-  bool fixed_rows;       ///< D63: always whole blocks of tokens
+  RowTiles rows;         ///< D63
 };
 
 struct HcMix {

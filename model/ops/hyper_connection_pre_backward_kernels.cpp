@@ -153,9 +153,18 @@ class BackwardBlock {
            sums.fn,
            K_);
     }
-    const int64_t rows = how.fixed_rows ? block_ : count;
-    gemm(
-        Op::kNone, Op::kNone, rows, K_, P_, A(1), dm_.data(), P_, in_.fn, K_, A(0), dz_.data(), K_);
+    rows_product(Op::kNone,
+                 count,
+                 K_,
+                 P_,
+                 dm_.data(),
+                 P_,
+                 in_.fn,
+                 K_,
+                 dz_.data(),
+                 K_,
+                 how.rows,
+                 static_cast<A*>(nullptr));
     for (int64_t t = 0; t < count; ++t) {
       const A* zt = z + t * K_;
       const A* g = dz_.data() + t * K_;

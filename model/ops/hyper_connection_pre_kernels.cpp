@@ -1,7 +1,6 @@
 // hc_pre, forward: blocks of tokens that stay in cache; one product for all logits of a block.
 #include <vector>
 
-#include "model/base/blas.hpp"
 #include "model/base/parallel.hpp"
 #include "model/ops/hyper_connection_block.hpp"
 
@@ -27,6 +26,8 @@ class ForwardBlock {
         operand_(size(block_ * K_)),
         logits_(size(block_ * P_)),
         partial_(size(block_ * P_)),
+        product_(size(block_ * P_)),
+        scratch_(in.how.rows == RowTiles::kFixed ? size(block_ * (K_ + P_)) : 0),
         pack_(size((P_ + 2 * n_ + n_ * n_) * kPack)),
         pre_(size(block_ * n_)),
         u_(size(D_)) {}
@@ -57,32 +58,31 @@ class ForwardBlock {
   /// logits_ [count, P]
   void project(const A* z, const A* r, int64_t count) {
     const HcProjection& how = in_.how;
-    const bool copies = how.normalise_first || how.operands == HcOperands::kTf32 || how.fixed_rows;
+    const bool copies = how.normalise_first || how.operands == HcOperands::kTf32;
     if (copies) hc::projection_operand(z, r, count, K_, how, operand_.data());
     const A* operand = copies ? operand_.data() : z;
-    const int64_t rows = how.fixed_rows ? block_ : count;
     const int terms = how.operands == HcOperands::kBf16x3 ? 3 : 1;
     std::fill(logits_.begin(), logits_.end(), A(0));
     for (int64_t k0 = 0; k0 < K_; k0 += how.slice_width) {
       const int64_t width = std::min(how.slice_width, K_ - k0);
+      std::fill(partial_.begin(), partial_.end(), A(0));
       for (int term = 0; term < terms; ++term) {
         const A* fn = in_.fn_terms + term * P_ * K_ + k0;
-        const A beta = term == 0 ? A(0) : A(1);
-        gemm(Op::kNone,
-             Op::kTranspose,
-             rows,
-             P_,
-             width,
-             A(1),
-             operand + k0,
-             K_,
-             fn,
-             K_,
-             beta,
-             partial_.data(),
-             P_);
+        rows_product(Op::kTranspose,
+                     count,
+                     P_,
+                     width,
+                     operand + k0,
+                     K_,
+                     fn,
+                     K_,
+                     product_.data(),
+                     P_,
+                     how.rows,
+                     scratch_.data());
+        for (int64_t e = 0; e < count * P_; ++e) partial_[size(e)] += product_[size(e)];
       }
-      for (size_t e = 0; e < logits_.size(); ++e) logits_[e] += partial_[e];
+      for (int64_t e = 0; e < count * P_; ++e) logits_[size(e)] += partial_[size(e)];
     }
   }
 
@@ -114,7 +114,7 @@ class ForwardBlock {
   const HcPreOutputs<W>& out_;
   int64_t n_, D_, K_, P_, block_;
   HcMixer<A> mixer_;
-  std::vector<A> widened_, operand_, logits_, partial_, pack_, pre_, u_;
+  std::vector<A> widened_, operand_, logits_, partial_, product_, scratch_, pack_, pre_, u_;
 };
 
 }  // namespace

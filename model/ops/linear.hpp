@@ -1,6 +1,7 @@
 // Products with weights, and the embedding. Every product runs over a fixed grid of tiles
-// (linear_tiles.hpp): the bits do not depend on the number of threads, and with D63 = fixed-tiles a
-// row's bits do not depend on the other rows either.
+// (linear_tiles.hpp): the bits do not depend on the number of threads. With D63 = fixed-tiles every
+// element is one chain of fused multiply-adds (chain_gemm.hpp), and a row's bits depend neither on
+// the other rows nor on the processor.
 #pragma once
 
 #include "model/config/numerics.hpp"

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "model/base/parallel.hpp"
+#include "model/ops/chain_gemm.hpp"
 
 namespace lockstep::model {
 namespace {
@@ -54,12 +55,18 @@ void rows_product(Op op_b,
     gemm(Op::kNone, op_b, m, n, k, A(1), a, lda, b, ldb, A(0), c, ldc);
     return;
   }
-  A* padded_a = scratch;
-  A* padded_c = scratch + kFixedTileRows * k;
-  for (int64_t i = 0; i < m; ++i) std::copy_n(a + i * lda, k, padded_a + i * k);
-  std::fill(padded_a + m * k, padded_a + kFixedTileRows * k, A(0));
-  gemm(Op::kNone, op_b, kFixedTileRows, n, k, A(1), padded_a, k, b, ldb, A(0), padded_c, n);
-  for (int64_t i = 0; i < m; ++i) std::copy_n(padded_c + i * n, n, c + i * ldc);
+  if (op_b == Op::kNone) {
+    chain_gemm<A>(m, n, k, {a, lda}, {b, ldb}, c, ldc, false);
+    return;
+  }
+  // C^T = B A^T: the rows are what is transposed, not the larger weight.
+  A* a_t = scratch;
+  A* c_t = scratch + m * k;
+  gather_transposed<A>(a, lda, nullptr, m, k, a_t, m);
+  chain_gemm<A>(n, m, k, {b, ldb}, {a_t, m}, c_t, m, false);
+  for (int64_t i = 0; i < m; ++i) {
+    for (int64_t j = 0; j < n; ++j) c[i * ldc + j] = c_t[j * m + i];
+  }
 }
 
 template <typename A>

@@ -1,4 +1,4 @@
-// Matrix products over a fixed grid of tiles: each tile is one BLAS call on one thread, so that the
+// Matrix products over a fixed grid of tiles: each tile is one product on one thread, so that the
 // result does not depend on how many threads there are.
 #pragma once
 
@@ -12,7 +12,7 @@ namespace lockstep::model {
 /// Whether a row's bits may depend on how many rows are computed with it.
 enum class RowTiles : uint8_t {
   kLibrary,  ///< tiles chosen from the shape
-  kFixed,    ///< always 64 rows (the last tile padded with zeros), columns cut from n alone
+  kFixed,    ///< every element is one chain over k (chain_gemm.hpp), whatever surrounds it
 };
 
 /// C[m,n] = op(A)[m,k] op(B)[k,n], row-major, accumulated in A's type and rounded once to Out. The
@@ -32,8 +32,8 @@ void tiled_product(Op op_a,
                    int64_t ldc,
                    RowTiles rows = RowTiles::kLibrary);
 
-/// One tile's product into `out`, for callers inside their own parallel loop: op(A) has `m` rows,
-/// of which kFixed makes 64 in `scratch` (64 * (k + n) values; unused otherwise).
+/// C[m,n] = A[m,k] op(B)[k,n] on the calling thread, for callers inside their own parallel loop.
+/// kFixed takes at most 64 rows and needs 64 * (k + n) values of scratch.
 template <typename A>
 void rows_product(Op op_b,
                   int64_t m,

@@ -360,8 +360,8 @@ TEST(HyperConnection, WithFixedTilesATokenDoesNotSeeItsNeighbours) {
   const Numerics num = with("float32", {{"D63", "fixed-tiles"}, {"D06", "fixed"}});
   const auto all = pre_inputs(200, 4, 64, num);
   const auto whole = pre_with(hc_pre, num)(all);
-  for (const auto& [begin, end] :
-       std::vector<std::pair<int64_t, int64_t>>{{0, 1}, {64, 128}, {128, 131}, {192, 200}}) {
+  for (const auto& [begin, end] : std::vector<std::pair<int64_t, int64_t>>{
+           {0, 1}, {3, 131}, {64, 128}, {128, 131}, {192, 200}}) {
     auto part = all;
     part[0] = all[0].slice(0, begin, end).contiguous();
     const auto alone = pre_with(hc_pre, num)(part);
