@@ -1,4 +1,3 @@
-#include <ATen/ops/from_blob.h>
 #include <fmt/ranges.h>
 
 #include <algorithm>
