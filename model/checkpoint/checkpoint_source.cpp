@@ -113,7 +113,10 @@ std::vector<std::pair<std::string, Tensor>> CheckpointSource::disk_tensors(
   const Binding& binding = match_.bindings[i];
   const std::vector<Tensor> parts = split_parts(parameters_[i], binding.naming, value);
   std::vector<std::pair<std::string, Tensor>> named;
-  for (size_t k = 0; k < parts.size(); ++k) named.emplace_back(binding.tensors[k], parts[k]);
+  for (size_t k = 0; k < parts.size(); ++k) {
+    // A file may hold the part in its other shape.
+    named.emplace_back(binding.tensors[k], parts[k].view(files_.info(binding.tensors[k]).shape));
+  }
   return named;
 }
 

@@ -174,6 +174,11 @@ class Faulty final : public WeightSource {
     return inner_.load(name).add(static_cast<double>(reads_++));
   }
 
+  [[nodiscard]] std::vector<std::pair<std::string, Tensor>> disk_tensors(
+      const std::string& name, const Tensor& value) const override {
+    return inner_.disk_tensors(name, value);
+  }
+
  private:
   const WeightSource& inner_;
   Fault fault_;

@@ -470,6 +470,31 @@ TEST(WeightSources, RowsAreSlicesOfTheWhole) {
   EXPECT_FALSE(seeded->on_disk() || memory->on_disk());
 }
 
+TEST(WeightSources, AValueGoesBackUnderTheNamesAndShapesOfTheFiles) {
+  Folder dir;
+  Tensors modules = read_all(kHfTiny + "/modules");
+  const std::string conv = std::string(kPrefix) + "layers.0.self_attn.conv1d.weight";
+  modules[conv] = modules.at(conv).squeeze(1);  // the other accepted shape
+  write_checkpoint(dir / "c", read_text_file(kHfTiny + "/modules/config.json"), modules);
+  for (const std::string& folder : {kHfTiny + "/released", kHfTiny + "/modules", dir / "c"}) {
+    const auto source = open_checkpoint(folder);
+    const std::vector<std::string> dropped = source->dropped();
+    Tensors back;
+    for (const std::string& name : source->names()) {
+      for (auto& [disk, part] : source->disk_tensors(name, source->load(name))) {
+        EXPECT_TRUE(back.emplace(disk, part).second) << disk;
+      }
+    }
+    Tensors want = read_all(folder);
+    for (const std::string& name : dropped) want.erase(name);
+    EXPECT_EQ(back.size(), want.size());
+    for (const auto& [name, tensor] : want) {
+      ASSERT_TRUE(back.contains(name)) << name;
+      EXPECT_TRUE(same_bytes(back.at(name), tensor)) << name;
+    }
+  }
+}
+
 TEST(WeightSources, AnotherSeedGivesOtherWeightsAndTheSameSeedTheSame) {
   const auto a = seeded_source(preset_config("tiny"), 1),
              b = seeded_source(preset_config("tiny"), 1),
