@@ -119,6 +119,12 @@ void check_compare(const Scenario& scenario, const CompareSpec& compare) {
                  compare.metric,
                  compare.what,
                  metric.fits);
+  LOCKSTEP_CHECK(!compare.golden_limit || compare.metric == "rel_l2",
+                 kInput,
+                 "scenario {}: limit = \"golden\" is a relative L2 error; set metric = \"rel_l2\" "
+                 "instead of {}, or give a number",
+                 compare.where,
+                 compare.metric);
   LOCKSTEP_CHECK(!compare.golden_limit || golden_side,
                  kInput,
                  "scenario {}: limit = \"golden\" needs a stored reference on one side, this "

@@ -38,6 +38,7 @@ struct RunSpec {
   std::string engine = "trainer", policy = "float32", device = "cpu", trace;
   std::vector<std::pair<std::string, std::string>> numerics;  ///< switch id -> value
   model::Topology topology;
+  std::vector<int64_t> cp_cuts;  ///< empty: near-even
   bool grads = false, recompute = false, reference_ops = false, stream_layers = false;
   std::string where;
 };

@@ -1,0 +1,54 @@
+// Starting ranks: which launcher this process runs under, and how to start one when there is none.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace lockstep::harness {
+
+/// True when an MPI launcher (mpirun, or Slurm's with PMI) started this process.
+bool under_mpi_launcher();
+
+/// This process's rank as the launcher tells it, 0 without one. Does not touch MPI.
+int64_t launcher_rank();
+
+/// The running program itself, for starting ranks of it.
+std::filesystem::path program_path();
+
+struct Outcome {
+  int exit_code = 0;
+  std::string output;  ///< last 64 KiB of standard output, unless passed on line by line
+  std::string errors;  ///< last 64 KiB of standard error
+  double seconds = 0;
+};
+
+/// Runs a command and waits for it. `on_output` gets each complete line of standard output, or,
+/// when it is empty, the output is collected. The child ends when this process does. Throws
+/// kInternal when the command cannot be started. A child ended by signal S reports exit code 128 +
+/// S.
+Outcome run_command(const std::vector<std::string>& command,
+                    const std::vector<std::string>& extra_environment = {},
+                    const std::function<void(std::string_view line)>& on_output = {});
+
+/// Runs `lockstep ARGUMENTS` on `ranks` ranks with mpirun: oversubscribed where needed, unbound, as
+/// root where the user is root, with cores / ranks compute threads each. Throws kConfig when there
+/// is no mpirun, kMesh for far more ranks than this machine can hold.
+Outcome run_ranks(int64_t ranks,
+                  const std::vector<std::string>& arguments,
+                  const std::function<void(std::string_view line)>& on_output = {});
+
+/// "mpirun (Open MPI) 4.1.4"; empty when there is no mpirun.
+std::string mpi_version();
+
+/// The mpirun line that run_ranks uses, without the program.
+std::vector<std::string> mpirun_command(int64_t ranks);
+
+/// The part of a launcher's error output that our own ranks wrote: mpirun's banner about who exited
+/// first is left out, and what several ranks said alike appears once.
+std::string own_errors(std::string_view errors);
+
+}  // namespace lockstep::harness
