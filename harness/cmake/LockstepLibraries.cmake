@@ -22,3 +22,7 @@ target_include_directories(lockstep_toml SYSTEM INTERFACE ${LOCKSTEP_TOML_INCLUD
 find_path(LOCKSTEP_CLI11_INCLUDE CLI/CLI.hpp REQUIRED)
 add_library(lockstep_cli11 INTERFACE)
 target_include_directories(lockstep_cli11 SYSTEM INTERFACE ${LOCKSTEP_CLI11_INCLUDE})
+
+find_package(ZLIB REQUIRED)
+add_library(lockstep_zlib INTERFACE)
+target_link_libraries(lockstep_zlib INTERFACE ZLIB::ZLIB)

@@ -1,0 +1,132 @@
+#include "harness/runner/bench.hpp"
+
+#include <algorithm>
+#include <chrono>
+#include <limits>
+#include <nlohmann/json.hpp>
+
+#include "harness/launch/mpi_start.hpp"
+#include "harness/launch/paths.hpp"
+#include "harness/trainer/trainer.hpp"
+#include "model/base/blas.hpp"
+#include "model/base/parallel.hpp"
+
+namespace lockstep::harness {
+namespace {
+
+template <typename Body>
+double fastest(int repeats, Body&& body) {
+  double best = std::numeric_limits<double>::infinity();
+  for (int r = 0; r < repeats; ++r) {
+    const auto start = std::chrono::steady_clock::now();
+    body();
+    best = std::min(
+        best, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+  }
+  return best;
+}
+
+void add_peer(const BenchPlan& plan,
+              BenchTable& table,
+              const std::function<void(std::string_view)>& say) {
+  const auto python = require_golden_python("bench --peer");
+  const auto script = source_path(std::filesystem::path("golden") / "make" / "peer_cpu.py");
+  std::vector<std::string> command = {
+      python.string(), script.string(), "--threads", std::to_string(table.threads)};
+  if (!plan.backward) command.emplace_back("--forward-only");
+  command.emplace_back("--tokens");
+  for (const int64_t tokens : plan.tokens) command.push_back(std::to_string(tokens));
+  say("timing the peer (transformers, eager)");
+  std::string bad;
+  const Outcome outcome = run_command(command, {}, [&](std::string_view line) {
+    try {
+      const auto row = nlohmann::json::parse(line);
+      for (BenchRow& own : table.rows) {
+        if (own.tokens != row.at("tokens").get<int64_t>()) continue;
+        own.peer_forward_s = row.at("forward_s").get<double>();
+        if (row.contains("forward_backward_s")) {
+          own.peer_forward_backward_s = row.at("forward_backward_s").get<double>();
+        }
+        say(fmt::format("peer, {} tokens: {}", own.tokens, line));
+      }
+    } catch (const nlohmann::json::exception&) {
+      bad = line;
+    }
+  });
+  LOCKSTEP_CHECK(
+      outcome.exit_code == 0,
+      kConfig,
+      "bench --peer: {} ended with {}: {}{}",
+      script.string(),
+      outcome.exit_code,
+      outcome.errors.substr(outcome.errors.size() > 400 ? outcome.errors.size() - 400 : 0),
+      bad);
+}
+
+}  // namespace
+
+double measure_sgemm_gflops() {
+  constexpr int64_t kSize = 1024;
+  const Tensor a = at::ones({kSize, kSize}, at::kFloat), b = at::ones({kSize, kSize}, at::kFloat);
+  Tensor c = at::empty({kSize, kSize}, at::kFloat);
+  const double seconds = fastest(8, [&] {
+    gemm(Op::kNone,
+         Op::kNone,
+         kSize,
+         kSize,
+         kSize,
+         1.0F,
+         a.const_data_ptr<float>(),
+         kSize,
+         b.const_data_ptr<float>(),
+         kSize,
+         0.0F,
+         c.mutable_data_ptr<float>(),
+         kSize);
+  });
+  return 2.0 * kSize * kSize * kSize / seconds * 1e-9;
+}
+
+BenchTable run_bench(const BenchPlan& plan, const std::function<void(std::string_view)>& say) {
+  if (plan.peer) require_golden_python("bench --peer");
+  BenchTable table;
+  table.threads = num_threads();
+  const model::ModelConfig config = model::preset_config(plan.preset);
+  const std::shared_ptr<const model::WeightSource> source = model::seeded_source(config, 0);
+  const parallel::Mesh mesh = parallel::Mesh::single();
+  say("measuring the matrix product rate");
+  table.sgemm_gflops = measure_sgemm_gflops();
+  for (const int64_t tokens : plan.tokens) {
+    const Documents documents =
+        random_documents({tokens}, config.vocab_size, config.pad_token_id.value_or(-1), 1);
+    BenchRow row;
+    row.tokens = tokens;
+    row.flops = count_flops(config, {tokens});
+    TrainerOptions options;
+    options.numerics = plan.numerics;
+    options.reference_ops = plan.reference_ops;
+    {
+      Trainer trainer(source, options, mesh);
+      trainer.run(random_documents({std::min<int64_t>(tokens, 128)}, config.vocab_size, -1, 2));
+      row.forward_s = fastest(plan.repeats, [&] { trainer.run(documents); });
+    }
+    if (plan.backward) {
+      options.grads = true;
+      options.logits = false;
+      Trainer trainer(source, options, mesh);
+      row.forward_backward_s = fastest(plan.repeats, [&] { trainer.run(documents); });
+    }
+    say(fmt::format(
+        "{} tokens: forward {:.3f} s{}",
+        tokens,
+        row.forward_s,
+        plan.backward ? fmt::format(", with backward {:.3f} s", row.forward_backward_s) : ""));
+    table.rows.push_back(row);
+  }
+  // The rate once more: other load on the machine during the run shows as a difference.
+  table.sgemm_gflops = std::max(table.sgemm_gflops, measure_sgemm_gflops());
+  if (plan.peer) add_peer(plan, table, say);
+  return table;
+}
+
+}  // namespace lockstep::harness

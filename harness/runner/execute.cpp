@@ -1,0 +1,84 @@
+#include "harness/runner/execute.hpp"
+
+#include <bit>
+#include <chrono>
+
+#include "harness/trainer/trainer.hpp"
+
+namespace lockstep::harness {
+namespace {
+
+/// FNV-1a over the bytes of tensors, for telling whether ranks agree.
+class Digest {
+ public:
+  void add(const Tensor& tensor) {
+    const Tensor flat = tensor.detach().contiguous();
+    const auto* bytes = static_cast<const unsigned char*>(flat.const_data_ptr());
+    const auto size = static_cast<size_t>(flat.nbytes());
+    for (size_t i = 0; i < size; ++i) value_ = (value_ ^ bytes[i]) * 0x100000001B3ULL;
+  }
+  [[nodiscard]] int64_t value() const { return std::bit_cast<int64_t>(value_); }
+
+ private:
+  uint64_t value_ = 0xCBF29CE484222325ULL;
+};
+
+void check_agreement(const TrainerResult& result, const parallel::Group& ranks) {
+  Digest digest;
+  digest.add(at::scalar_tensor(result.loss, at::kDouble));
+  for (const auto& [name, grad] : result.grads) digest.add(grad);
+  const std::vector<int64_t> all = ranks.all_gather(digest.value(), "agreement of ranks");
+  for (size_t r = 1; r < all.size(); ++r) {
+    LOCKSTEP_CHECK(all[r] == all[0],
+                   kInternal,
+                   "run: rank {} and rank 0 hold different bytes of loss or gradients after they "
+                   "were reduced; all ranks must agree",
+                   r);
+  }
+}
+
+}  // namespace
+
+RunOutput execute_run(const RunSpec& run,
+                      const Workload& work,
+                      const parallel::Mesh& mesh,
+                      const StepCallback& progress) {
+  const auto start = std::chrono::steady_clock::now();
+  TrainerOptions options;
+  options.numerics = numerics_of(run);
+  options.grads = run.grads;
+  options.recompute = run.recompute;
+  options.stream_layers = run.stream_layers;
+  options.reference_ops = run.reference_ops;
+  options.trace = run.trace;
+  options.cp_cuts = run.cp_cuts;
+  options.progress = progress;
+  Trainer trainer(work.source, std::move(options), mesh);
+  TrainerResult result = trainer.run(work.documents);
+
+  RunOutput output;
+  const parallel::Group& ranks = mesh.all();
+  output.ranks = ranks.size();
+  if (ranks.size() > 1) check_agreement(result, ranks);
+  const int64_t rows = result.local_logprobs.defined() ? result.local_logprobs.size(0) : 0;
+  const auto begins = ranks.all_gather(result.local_begin, "rows of ranks");
+  const auto counts = ranks.all_gather(rows, "rows of ranks");
+  for (size_t r = 0; r < begins.size(); ++r) {
+    output.rank_rows.push_back({begins[r], begins[r] + counts[r]});
+  }
+  output.peak_bytes = ranks.all_reduce_max(result.peak_rss_bytes, "peak memory");
+  output.logits = result.logits;
+  output.logprobs = result.logprobs;
+  output.loss = result.loss;
+  output.num_targets = result.num_targets;
+  output.grads = std::move(result.grads);
+  output.trace = std::move(result.trace);
+  output.forward_s = result.forward_s;
+  output.backward_s = result.backward_s;
+  output.cu_seqlens = work.documents.packing.cu_seqlens();
+  output.tokens = work.documents.packing.global_tokens();
+  output.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  return output;
+}
+
+}  // namespace lockstep::harness

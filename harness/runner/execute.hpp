@@ -1,0 +1,22 @@
+// Carrying out one run on the ranks of a mesh.
+#pragma once
+
+#include <functional>
+
+#include "harness/launch/workload.hpp"
+#include "harness/runner/run_output.hpp"
+#include "parallel/mesh/mesh.hpp"
+
+namespace lockstep::harness {
+
+using StepCallback = std::function<void(int64_t done, int64_t total, const char* what)>;
+
+/// Runs the trainer. Every rank of the mesh calls it; the result is complete on each. Throws
+/// kInternal when ranks that must agree (loss and gradients) hold different bytes, and whatever the
+/// trainer throws.
+RunOutput execute_run(const RunSpec& run,
+                      const Workload& work,
+                      const parallel::Mesh& mesh,
+                      const StepCallback& progress = {});
+
+}  // namespace lockstep::harness

@@ -1,0 +1,105 @@
+#include "harness/runner/golden_verify.hpp"
+
+#include <algorithm>
+#include <cmath>
+
+#include "golden/store/golden_case.hpp"
+#include "harness/launch/workload.hpp"
+#include "harness/runner/compare_runs.hpp"
+#include "harness/runner/execute.hpp"
+
+namespace lockstep::harness {
+namespace {
+
+bool wanted(const GoldenVerifyPlan& plan, const std::string& name) {
+  return plan.cases.empty() ||
+         std::find(plan.cases.begin(), plan.cases.end(), name) != plan.cases.end();
+}
+
+/// Cases that hold one operator's results instead of a model's.
+bool is_model_case(const golden::GoldenCase& stored) { return stored.file().exists("f64/logits"); }
+
+void add_ratios(const GoldenVerifyRow& row,
+                const golden::GoldenCase& stored,
+                std::vector<golden::RatioRow>& ratios) {
+  const auto add = [&](const std::string& subject, double error) {
+    const auto spread = stored.spread(subject);
+    if (!spread || spread->bf16.empty()) return;
+    ratios.push_back({row.golden_case + "/" + subject,
+                      error,
+                      *std::max_element(spread->bf16.begin(), spread->bf16.end())});
+  };
+  for (const Comparison& comparison : row.comparisons) {
+    if (comparison.details.empty() || comparison.what == "logits") {
+      add(comparison.what, comparison.value);
+      continue;
+    }
+    for (const Detail& detail : comparison.details) {
+      if (detail.limit)
+        add((comparison.what == "grads" ? "grads/" : "activations/") + detail.name, detail.value);
+    }
+  }
+}
+
+}  // namespace
+
+bool GoldenVerifyResult::pass() const {
+  for (const GoldenVerifyRow& row : rows) {
+    for (const Comparison& comparison : row.comparisons) {
+      if (comparison.status == Status::kFail || comparison.status == Status::kError) return false;
+    }
+  }
+  return bf16.num_rows == 0 || bf16.median <= golden::kMedianRatioLimit;
+}
+
+void verify_hashes(const GoldenVerifyPlan& plan) {
+  for (const std::string& name : plan.cases) golden::find_entry(plan.data, name);
+  for (const golden::ManifestEntry& entry : golden::read_manifest(plan.data)) {
+    if (wanted(plan, entry.name)) golden::verify_entry(plan.data, entry);
+  }
+}
+
+GoldenVerifyResult verify_goldens(const GoldenVerifyPlan& plan,
+                                  const std::function<void(std::string_view)>& say) {
+  std::vector<std::string> policies = plan.policies;
+  if (policies.empty()) policies = {"float64", "float32", "hf-bf16"};
+  for (const std::string& policy : policies) model::Numerics::policy(policy);
+  verify_hashes(plan);
+  GoldenVerifyResult result;
+  std::vector<golden::RatioRow> ratios;
+  for (const golden::ManifestEntry& entry : golden::read_manifest(plan.data)) {
+    if (!wanted(plan, entry.name)) continue;
+    const golden::GoldenCase stored(plan.data / entry.file);
+    if (!is_model_case(stored)) {
+      result.rows.push_back({entry.name, "", "an operator case, checked by the unit tests", {}});
+      continue;
+    }
+    const Workload work = golden_workload(stored);
+    for (const std::string& policy : policies) {
+      RunSpec run;
+      run.name = policy;
+      run.policy = policy;
+      run.grads = true;
+      run.trace = "*";
+      // The patched reference carries a selection further than transformers does.
+      if (stored.carried_selection()) run.numerics.emplace_back("D41", "carry");
+      const RunOutput output = execute_run(run, work, parallel::Mesh::single());
+      const Side left{policy, &run, &output, nullptr},
+          right{"golden:" + entry.name + "/f64", nullptr, nullptr, &stored};
+      GoldenVerifyRow row{entry.name, policy, {}, {}};
+      for (const char* what : {"logits", "logprobs", "loss", "grads", "trace:*"}) {
+        CompareSpec spec;
+        spec.what = what;
+        spec.golden_limit = true;
+        row.comparisons.push_back(compare_sides(spec, left, right));
+      }
+      if (numerics_of(run).is_bf16()) add_ratios(row, stored, ratios);
+      say(fmt::format("{} {}: {:.1f} s", entry.name, policy, output.seconds));
+      result.rows.push_back(std::move(row));
+    }
+  }
+  result.bf16 = golden::summarize_ratios(ratios);
+  return result;
+}
+
+}  // namespace lockstep::harness

@@ -1,0 +1,39 @@
+// Running the model against the stored cases.
+#pragma once
+
+#include <filesystem>
+#include <functional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "golden/compare/limits.hpp"
+#include "harness/result/result.hpp"
+
+namespace lockstep::harness {
+
+struct GoldenVerifyPlan {
+  std::filesystem::path data;
+  std::vector<std::string> cases;     ///< empty: all
+  std::vector<std::string> policies;  ///< empty: float64, float32, hf-bf16
+};
+
+struct GoldenVerifyRow {
+  std::string golden_case, policy, skipped;  ///< skipped: why; empty: it ran
+  std::vector<Comparison> comparisons;       ///< logits, logprobs, loss, grads, activations
+};
+
+struct GoldenVerifyResult {
+  std::vector<GoldenVerifyRow> rows;
+  golden::RatioSummary bf16;  ///< error over the reference's own, all bf16 cases and tensors
+  [[nodiscard]] bool pass() const;
+};
+
+/// Throws kGolden when a file is missing or its hash differs, before anything runs.
+void verify_hashes(const GoldenVerifyPlan& plan);
+
+/// Runs every case in every policy with gradients and compares with the derived limits.
+GoldenVerifyResult verify_goldens(const GoldenVerifyPlan& plan,
+                                  const std::function<void(std::string_view)>& say);
+
+}  // namespace lockstep::harness
