@@ -1,0 +1,375 @@
+#include "harness/cli/command_line.hpp"
+
+#include <unistd.h>
+
+#include <CLI/CLI.hpp>
+#include <csignal>
+#include <cstdio>
+#include <functional>
+#include <iostream>
+
+#include "harness/cli/commands.hpp"
+#include "harness/cli/errors.hpp"
+#include "harness/cli/version.hpp"
+#include "harness/launch/mpi_start.hpp"
+#include "harness/launch/schema.hpp"
+
+namespace lockstep::harness {
+namespace {
+
+/// The parser, and what the chosen command will do. Option structs live here, since CLI11 writes
+/// into them while parsing.
+struct Program {
+  CLI::App app{"Lockstep: a distributed numerics testbed for GLM-5.3 Flash (glm5_next)",
+               "lockstep"};
+  Context context;
+  std::string command;
+  bool distributed = false;  ///< every rank of an mpirun takes part
+  std::function<int()> action;
+
+  RunOptions run;
+  LogitsOptions logits, dump;
+  InspectOptions inspect;
+  CompareOptions compare;
+  ConvertOptions convert, export_to;
+  GoldenOptions golden;
+  BenchOptions bench;
+  ListOptions list;
+  ReportOptions report;
+  DoctorOptions doctor;
+  WorkerOptions worker;
+
+  CLI::App* add(CLI::App& parent,
+                const std::string& name,
+                const std::string& about,
+                const std::string& examples,
+                bool all_ranks,
+                std::function<int()> act) {
+    CLI::App* sub = parent.add_subcommand(name, about);
+    const std::string full = &parent == &app ? name : parent.get_name() + " " + name;
+    common(*sub);
+    if (!examples.empty()) sub->footer("\nExamples:\n" + examples);
+    sub->callback([this, full, all_ranks, act = std::move(act)] {
+      command = full;
+      distributed = all_ranks;
+      action = act;
+    });
+    return sub;
+  }
+
+  void common(CLI::App& sub) {
+    sub.add_flag("-q,--quiet", context.quiet, "No progress and no tables: only results and errors");
+    sub.add_flag("--json", context.json, "Result as JSON on standard output");
+    sub.set_version_flag("--version", version_text);
+    sub.set_help_flag("-h,--help", "This text");
+  }
+};
+
+const std::string kDefaultsHelp =
+    "What a missing layer_types, swiglu_limit or index_kpool means: refuse, hf or trainer";
+
+void add_engine_options(CLI::App& sub, LogitsOptions& o) {
+  sub.add_option("--model", o.model, "Checkpoint folder in Hugging Face format")->required();
+  sub.add_option("--docs", o.docs, "Documents: {\"documents\": [[ids], [ids]]}")->required();
+  sub.add_option("--engine", o.engine, "Engine")->capture_default_str();
+  sub.add_option("--policy", o.policy, "Numerics policy; see `lockstep list policies`")
+      ->capture_default_str();
+  sub.add_option(
+      "--numerics", o.numerics, "Switch that differs from the policy: D09=1 (repeatable)");
+  sub.add_option("--topology", o.topology, "Ranks per axis: cp=2 (starts mpirun when outside one)");
+  sub.add_option("--device", o.device, "Device")->capture_default_str();
+  sub.add_flag("--grads", o.grads, "Also the gradient of the loss for every parameter");
+  sub.add_flag("--recompute", o.recompute, "Recompute each layer in backward; less memory");
+  sub.add_flag(
+      "--reference-ops", o.reference_ops, "Plain reference operators instead of fast ones");
+  sub.add_option("--defaults", o.defaults, kDefaultsHelp)->capture_default_str();
+}
+
+void add_run_commands(Program& p) {
+  CLI::App* run = p.add(p.app,
+                        "run",
+                        "Run scenario files and write a report",
+                        "  lockstep run scenarios/cp_equivalence.toml\n"
+                        "  lockstep run scenarios --tag cpu --out out/nightly\n"
+                        "  lockstep run scenarios/demo.toml --set run.*.policy=float64 --dry-run\n",
+                        true,
+                        [&p] { return run_command_run(p.run, p.context); });
+  run->add_option("paths", p.run.paths, "Scenario files, or folders of them")->required();
+  run->add_option("--tag", p.run.tags, "Only scenarios with one of these tags");
+  run->add_option("--out", p.run.out, "Folder for report and results")->capture_default_str();
+  run->add_option("--set", p.run.sets, "key=value put into every scenario, run.*.KEY for all runs");
+  run->add_flag("--dry-run", p.run.dry_run, "Check everything and print the plan; compute nothing");
+
+  CLI::App* logits = p.add(
+      p.app,
+      "logits",
+      "Logits, log-probabilities, loss and gradients of a checkpoint for given documents",
+      "  lockstep logits --model ckpt --docs docs.json --out out.safetensors\n"
+      "  lockstep logits --model ckpt --docs docs.json --out ref.safetensors --policy float64 "
+      "--grads\n"
+      "  lockstep logits --model ckpt --docs docs.json --out cp2.safetensors --topology cp=2\n",
+      true,
+      [&p] { return run_command_logits(p.logits, p.context); });
+  add_engine_options(*logits, p.logits);
+  logits->add_option("--out", p.logits.out, "File to write (.safetensors)")->required();
+  logits->add_flag("--stream-layers",
+                   p.logits.stream_layers,
+                   "Weights stay on disk and are mapped layer by layer; no gradients");
+  logits->add_option(
+      "--prefill-chunk", p.logits.prefill_chunk, "Inference: tokens per prefill step");
+  logits->add_option("--decode", p.logits.decode, "Inference: last N tokens through decode steps");
+  logits->add_option("--page-size", p.logits.page_size, "Inference: tokens per latent page");
+
+  CLI::App* dump =
+      p.add(p.app,
+            "dump",
+            "Named activations (and gradients) of a checkpoint, to compare with anyone's",
+            "  lockstep dump --model ckpt --docs docs.json --modules 'layers.*' --out acts.h5\n"
+            "  lockstep dump --model ckpt --docs docs.json --modules "
+            "'layers.0.*,layers.3.self_attn' --grads --out acts.safetensors\n",
+            true,
+            [&p] { return run_command_dump(p.dump, p.context); });
+  add_engine_options(*dump, p.dump);
+  dump->add_option("--modules",
+                   p.dump.modules,
+                   "Pattern of module names: * any characters, ? one, commas between alternatives")
+      ->required();
+  dump->add_option("--out", p.dump.out, "File to write (.h5 or .safetensors)")->required();
+
+  CLI::App* worker =
+      p.add(p.app, "worker", "Ranks of one run (started by `lockstep run`)", "", true, [&p] {
+        return run_command_worker(p.worker, p.context);
+      });
+  worker->group("");
+  worker->add_option("--scenario", p.worker.scenario)->required();
+  worker->add_option("--set", p.worker.sets);
+  worker->add_option("--point", p.worker.point);
+  worker->add_option("--run", p.worker.run)->required();
+  worker->add_option("--out", p.worker.out)->required();
+}
+
+void add_file_commands(Program& p) {
+  CLI::App* inspect =
+      p.add(p.app,
+            "inspect",
+            "Tensors and resolved configuration of a checkpoint, from headers alone",
+            "  lockstep inspect ckpt\n  lockstep inspect ckpt --json\n",
+            false,
+            [&p] { return run_command_inspect(p.inspect, p.context); });
+  inspect->add_option("folder", p.inspect.folder, "Checkpoint folder")->required();
+  inspect->add_option("--defaults", p.inspect.defaults, kDefaultsHelp)->capture_default_str();
+
+  CLI::App* compare = p.add(
+      p.app,
+      "compare",
+      "Compare tensors of two files by name (safetensors, HDF5, npz)",
+      "  lockstep compare mine.safetensors theirs.npz\n"
+      "  lockstep compare mine.h5 theirs.h5 --module-map names.toml --limit 1e-5\n"
+      "  lockstep compare bf16.h5 f64.h5 --floor other-bf16.h5\n\n"
+      "A module map is a TOML table from names on the left to names on the right; each * is put "
+      "into the next {}:\n"
+      "  \"model.layers.*.self_attn.o_proj\" = \"layers.{}.mixer.out\"\n",
+      false,
+      [&p] { return run_command_compare(p.compare, p.context); });
+  compare->add_option("left", p.compare.left, "File to judge")->required();
+  compare->add_option("right", p.compare.right, "File held to be true")->required();
+  compare->add_option("--module-map", p.compare.module_map, "TOML table of name patterns");
+  compare->add_option("--only", p.compare.only, "Pattern of left names to compare (repeatable)");
+  compare->add_option("--floor",
+                      p.compare.floor,
+                      "A third file whose distance to the right one is the noise floor");
+  compare->add_option("--metric", p.compare.metric, "Metric that --limit judges")
+      ->capture_default_str();
+  compare->add_option("--limit",
+                      p.compare.limit,
+                      "Pass bound of every tensor; exit 1 above it. Default: equal bits");
+
+  CLI::App* convert =
+      p.add(p.app,
+            "convert",
+            "Convert a checkpoint between Hugging Face and internal names, lossless",
+            "  lockstep convert --from ckpt --to internal --format internal\n"
+            "  lockstep convert --from internal --to back --format hf\n",
+            false,
+            [&p] { return run_command_convert(p.convert, p.context); });
+  convert->add_option("--from", p.convert.from, "Checkpoint folder")->required();
+  convert->add_option("--to", p.convert.to, "Folder to write; must not hold a checkpoint")
+      ->required();
+  convert->add_option("--format", p.convert.format, "hf or internal")->required();
+  convert->add_option("--defaults", p.convert.defaults, kDefaultsHelp)->capture_default_str();
+
+  CLI::App* exporter = p.add(p.app,
+                             "export",
+                             "Write a folder that transformers and inference engines open",
+                             "  lockstep export --from ckpt --to release\n",
+                             false,
+                             [&p] { return run_command_export(p.export_to, p.context); });
+  exporter->add_option("--from", p.export_to.from, "Checkpoint folder, either format")->required();
+  exporter->add_option("--to", p.export_to.to, "Folder to write; must not hold a checkpoint")
+      ->required();
+  exporter->add_option("--defaults", p.export_to.defaults, kDefaultsHelp)->capture_default_str();
+}
+
+void add_golden_commands(Program& p) {
+  CLI::App* golden =
+      p.app.add_subcommand("golden", "Stored reference tensors: list, verify, make, diff");
+  p.common(*golden);
+  golden->require_subcommand(1);
+  const std::string data_help =
+      "Folder with MANIFEST.json; default: golden/data of the source tree";
+  CLI::App* list = p.add(*golden, "list", "Stored cases", "  lockstep golden list\n", false, [&p] {
+    return run_command_golden_list(p.golden, p.context);
+  });
+  list->add_option("--data", p.golden.data, data_help);
+
+  CLI::App* verify =
+      p.add(*golden,
+            "verify",
+            "Check hashes, then run stored cases and hold them against their limits",
+            "  lockstep golden verify\n  lockstep golden verify tiny packing --policy "
+            "float32\n  lockstep golden verify --hashes-only\n",
+            false,
+            [&p] { return run_command_golden_verify(p.golden, p.context); });
+  verify->add_option("cases", p.golden.cases, "Cases; default: all");
+  verify->add_option("--policy", p.golden.policies, "Policies; default: float64 float32 hf-bf16");
+  verify->add_flag("--hashes-only", p.golden.hashes_only, "Only the hashes of the manifest");
+  verify->add_option("--data", p.golden.data, data_help);
+
+  CLI::App* make =
+      p.add(*golden,
+            "make",
+            "Make the stored cases again with transformers (needs scripts/setup --golden)",
+            "  lockstep golden make tiny --data out/golden\n",
+            false,
+            [&p] { return run_command_golden_make(p.golden, p.context); });
+  make->add_option("cases", p.golden.cases, "Cases; default: all");
+  make->add_option("--data", p.golden.data, "Folder to write")->required();
+
+  CLI::App* diff = p.add(*golden,
+                         "diff",
+                         "Compare two golden folders tensor by tensor",
+                         "  lockstep golden diff out/golden --data golden/data\n",
+                         false,
+                         [&p] { return run_command_golden_diff(p.golden, p.context); });
+  diff->add_option("other", p.golden.other, "Folder with MANIFEST.json")->required();
+  diff->add_option("cases", p.golden.cases, "Cases; default: all");
+  diff->add_option("--data", p.golden.data, data_help);
+}
+
+void add_machine_commands(Program& p) {
+  CLI::App* bench = p.add(p.app,
+                          "bench",
+                          "Time forward and backward, as a share of the matrix product rate",
+                          "  lockstep bench\n  lockstep bench --tokens 1024 4096 --peer\n",
+                          false,
+                          [&p] { return run_command_bench(p.bench, p.context); });
+  bench->add_option("--tokens", p.bench.tokens, "Document lengths; default: 256 1024 4096");
+  bench->add_option("--policy", p.bench.policy, "Numerics policy")->capture_default_str();
+  bench->add_option("--preset", p.bench.preset, "Model")->capture_default_str();
+  bench->add_option("--device", p.bench.device, "Device")->capture_default_str();
+  bench->add_option("--repeats", p.bench.repeats, "Runs of each size; the fastest counts")
+      ->capture_default_str()
+      ->check(CLI::Range(1, 100));
+  bench->add_flag("--forward-only", p.bench.forward_only, "No backward pass");
+  bench->add_flag("--reference-ops", p.bench.reference_ops, "Time the plain reference operators");
+  bench->add_flag("--peer",
+                  p.bench.peer,
+                  "Also time transformers in the same run (needs scripts/setup --golden)");
+
+  CLI::App* list = p.add(p.app,
+                         "list",
+                         "Scenarios, policies, switches, operators, presets, the scenario schema",
+                         "  lockstep list switches\n  lockstep list switches --policy hf-bf16\n"
+                         "  lockstep list schema\n",
+                         false,
+                         [&p] { return run_command_list(p.list, p.context); });
+  list->add_option(
+      "what", p.list.what, "scenarios, policies, switches, operators, presets or schema");
+  list->add_option("--policy", p.list.policy, "Show the values of this policy beside the switches");
+  list->add_flag("--markdown", p.list.markdown, "Schema as the tables of docs/scenarios.md");
+
+  CLI::App* report = p.add(p.app,
+                           "report",
+                           "Render a report again from its report.json",
+                           "  lockstep report out\n",
+                           false,
+                           [&p] { return run_command_report(p.report, p.context); });
+  report->add_option("folder", p.report.folder, "Folder with report.json")->required();
+
+  CLI::App* doctor = p.add(p.app,
+                           "doctor",
+                           "What this machine has and lacks, with fixes",
+                           "  lockstep doctor\n",
+                           true,
+                           [&p] { return run_command_doctor(p.doctor, p.context); });
+  doctor->add_flag("--ping", p.doctor.ping)->group("");
+}
+
+/// Reports one failure on all channels it belongs to; only one rank of a launcher talks.
+int report_failure(const Failure& failure, const Program& p) {
+  std::fflush(stdout);
+  if (p.context.json && launcher_rank() == 0) std::cout << error_json(failure) << std::flush;
+  std::fputs(error_block(failure, p.command).c_str(), stderr);
+  return exit_code(failure.kind);
+}
+
+/// "run" when the words start like that, for messages about words the parser did not understand.
+std::string command_of(const CLI::App& app, int argc, char** argv) {
+  for (int i = 1; i < argc; ++i) {
+    for (const CLI::App* sub : app.get_subcommands({})) {
+      if (sub->get_name() == argv[i]) return argv[i];
+    }
+  }
+  return {};
+}
+
+}  // namespace
+
+int run_program(int argc, char** argv) {
+  // A reader that stops reading (`| head`) is not a crash: writes fail and print() says so.
+  std::signal(SIGPIPE, SIG_IGN);
+  Program p;
+  p.context.arguments.assign(argv + 1, argv + argc);
+  p.app.set_version_flag("--version", version_text);
+  p.app.set_help_flag("-h,--help", "This text");
+  p.app.require_subcommand(1);
+  p.app.footer(
+      "\nExit codes: 0 pass, 1 numerics differ, 2 bad input or configuration, 3 communication or "
+      "peer failure, 4 golden missing or stale, 5 internal.\n"
+      "`lockstep COMMAND --help` shows the options of a command with examples.");
+  add_run_commands(p);
+  add_file_commands(p);
+  add_golden_commands(p);
+  add_machine_commands(p);
+  try {
+    p.app.parse(argc, argv);
+  } catch (const CLI::Success& wanted) {  // --help or --version
+    return launcher_rank() == 0 ? p.app.exit(wanted) : 0;
+  } catch (const CLI::ParseError& wrong) {
+    p.command = command_of(p.app, argc, argv);
+    std::string message = wrong.what();
+    if (p.command.empty() && argc > 1 && argv[1][0] != '-') {
+      message = fmt::format("there is no command '{}'", argv[1]);
+      std::vector<std::string> names;
+      for (const CLI::App* sub : p.app.get_subcommands({})) {
+        if (!sub->get_group().empty()) names.push_back(sub->get_name());
+      }
+      message += did_you_mean(argv[1], names);
+    }
+    if (launcher_rank() != 0) return 2;
+    message += fmt::format(
+        "; `lockstep{}{} --help` shows what is accepted", p.command.empty() ? "" : " ", p.command);
+    for (int i = 1; i < argc; ++i) p.context.json |= std::string_view(argv[i]) == "--json";
+    return report_failure({ErrorKind::kInput, "command line: " + message}, p);
+  }
+  if (!p.distributed && launcher_rank() != 0) return 0;
+  try {
+    const int code = p.action();
+    std::cout.flush();
+    return code;
+  } catch (const std::exception& error) {
+    return report_failure(explain(error), p);
+  }
+}
+
+}  // namespace lockstep::harness

@@ -1,0 +1,115 @@
+// The commands of the program: their options as plain structs, and what carries them out. Parsing
+// is in command_line.cpp; nothing here knows about it.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "harness/launch/scenario.hpp"
+
+namespace lockstep::harness {
+
+/// What every command knows.
+struct Context {
+  bool quiet = false;                  ///< no progress, no tables; results and errors only
+  bool json = false;                   ///< the result as JSON on standard output
+  std::vector<std::string> arguments;  ///< as typed, without the program name
+};
+
+struct RunOptions {
+  std::vector<std::filesystem::path> paths;
+  std::vector<std::string> tags, sets;
+  std::filesystem::path out = "out";
+  bool dry_run = false;
+};
+int run_command_run(const RunOptions& options, const Context& context);
+
+/// Options of logits and dump, which run one engine over one checkpoint and one set of documents.
+struct LogitsOptions {
+  std::filesystem::path model, docs, out;
+  std::string engine = "trainer", policy = "float32", topology, device = "cpu", modules;
+  std::string defaults = "refuse";
+  std::vector<std::string> numerics;  ///< "D09=1"
+  int64_t prefill_chunk = 0, decode = 0, page_size = 0;
+  bool grads = false, stream_layers = false, recompute = false, reference_ops = false;
+};
+int run_command_logits(const LogitsOptions& options, const Context& context);
+int run_command_dump(const LogitsOptions& options, const Context& context);
+
+struct InspectOptions {
+  std::filesystem::path folder;
+  std::string defaults = "refuse";
+};
+int run_command_inspect(const InspectOptions& options, const Context& context);
+
+struct CompareOptions {
+  std::filesystem::path left, right, module_map, floor;
+  std::vector<std::string> only;  ///< patterns of names
+  std::optional<double> limit;    ///< on rel_l2 of every tensor
+  std::string metric = "rel_l2";
+};
+int run_command_compare(const CompareOptions& options, const Context& context);
+
+struct ConvertOptions {
+  std::filesystem::path from, to;
+  std::string format, defaults = "refuse", dtype;
+};
+int run_command_convert(const ConvertOptions& options, const Context& context);
+int run_command_export(const ConvertOptions& options, const Context& context);
+
+struct GoldenOptions {
+  std::vector<std::string> cases;
+  std::filesystem::path data, other;
+  std::vector<std::string> policies;
+  bool hashes_only = false;
+};
+int run_command_golden_list(const GoldenOptions& options, const Context& context);
+int run_command_golden_verify(const GoldenOptions& options, const Context& context);
+int run_command_golden_make(const GoldenOptions& options, const Context& context);
+int run_command_golden_diff(const GoldenOptions& options, const Context& context);
+
+struct BenchOptions {
+  std::vector<int64_t> tokens;
+  std::string policy = "float32", device = "cpu", preset = "mini";
+  int repeats = 3;
+  bool forward_only = false, peer = false, reference_ops = false;
+};
+int run_command_bench(const BenchOptions& options, const Context& context);
+
+struct ListOptions {
+  std::string what;  ///< scenarios, policies, switches, operators, presets, schema; empty: summary
+  std::string policy;
+  bool markdown = false;
+};
+int run_command_list(const ListOptions& options, const Context& context);
+
+struct ReportOptions {
+  std::filesystem::path folder;
+};
+int run_command_report(const ReportOptions& options, const Context& context);
+
+struct DoctorOptions {
+  bool ping = false;  ///< hidden: what doctor starts under mpirun to see whether it works
+};
+int run_command_doctor(const DoctorOptions& options, const Context& context);
+
+/// Hidden: the ranks of one run of one scenario, started by `run`.
+struct WorkerOptions {
+  std::filesystem::path scenario, out;
+  std::vector<std::string> sets;
+  int64_t point = 0;
+  std::string run;
+};
+int run_command_worker(const WorkerOptions& options, const Context& context);
+
+/// "refuse", "hf" or "trainer"; throws kInput otherwise.
+model::ConfigDefaults parse_defaults(std::string_view word);
+
+/// Writes to standard output; throws kInput when it cannot be written (a closed pipe or full disk).
+void print(std::string_view text);
+
+}  // namespace lockstep::harness

@@ -1,0 +1,201 @@
+#include <algorithm>
+#include <nlohmann/json.hpp>
+
+#include "golden/store/golden_case.hpp"
+#include "harness/cli/commands.hpp"
+#include "harness/launch/mpi_start.hpp"
+#include "harness/launch/paths.hpp"
+#include "harness/runner/file_compare.hpp"
+#include "harness/runner/golden_verify.hpp"
+#include "harness/runner/progress.hpp"
+
+namespace lockstep::harness {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+std::filesystem::path data_folder(const GoldenOptions& options) {
+  return options.data.empty() ? golden_folder() : options.data;
+}
+
+std::string outcome_of(const Comparison& c) {
+  if (c.status == Status::kError) return "error";
+  return c.limit && *c.limit > 0 ? fmt::format("{:.2f}", c.value / *c.limit)
+                                 : format_number(c.value);
+}
+
+Json to_json(const GoldenVerifyRow& row) {
+  Json out{{"case", row.golden_case}, {"policy", row.policy}};
+  if (!row.skipped.empty()) {
+    out["skipped"] = row.skipped;
+    return out;
+  }
+  Json list = Json::array();
+  for (const Comparison& c : row.comparisons) list.push_back(Json::parse(to_json(c)));
+  out["comparisons"] = list;
+  return out;
+}
+
+void print_table(const GoldenVerifyResult& result) {
+  print("error as a share of its limit (1 is the limit)\n");
+  print(fmt::format("{:<16} {:<9} {:>8} {:>8} {:>8} {:>8} {:>8}\n",
+                    "case",
+                    "policy",
+                    "logits",
+                    "logprobs",
+                    "loss",
+                    "grads",
+                    "layers"));
+  for (const GoldenVerifyRow& row : result.rows) {
+    if (!row.skipped.empty()) {
+      print(fmt::format("{:<16} {}\n", row.golden_case, row.skipped));
+      continue;
+    }
+    std::string line = fmt::format("{:<16} {:<9}", row.golden_case, row.policy);
+    for (const Comparison& c : row.comparisons) line += fmt::format(" {:>8}", outcome_of(c));
+    print(line + "\n");
+    for (const Comparison& c : row.comparisons) {
+      if (c.status == Status::kFail) {
+        print(fmt::format("    FAIL {}: rel_l2 {} over {}; {}\n",
+                          c.what,
+                          format_number(c.value),
+                          c.limit ? format_number(*c.limit) : "-",
+                          c.first_divergence));
+      } else if (c.status == Status::kError) {
+        print(fmt::format("    ERROR {}: {}\n", c.what, c.reason));
+      }
+    }
+  }
+  if (result.bf16.num_rows > 0) {
+    print(
+        fmt::format("bf16 error over the reference's own worst run: median {:.3f} (limit {}), "
+                    "worst {:.2f} in {}\n",
+                    result.bf16.median,
+                    golden::kMedianRatioLimit,
+                    result.bf16.worst,
+                    result.bf16.worst_name));
+  }
+}
+
+}  // namespace
+
+int run_command_golden_list(const GoldenOptions& options, const Context& context) {
+  const auto folder = data_folder(options);
+  Json list = Json::array();
+  for (const golden::ManifestEntry& entry : golden::read_manifest(folder)) {
+    list.push_back({{"case", entry.name},
+                    {"file", entry.file},
+                    {"bytes", entry.size_bytes},
+                    {"seed", entry.seed},
+                    {"sha256", entry.sha256},
+                    {"generator_commit", entry.generator_commit},
+                    {"torch", entry.torch},
+                    {"transformers", entry.transformers},
+                    {"description", entry.description}});
+    if (!context.json) {
+      print(fmt::format("{:<16} {:>8} bytes  seed {:<3} {}\n",
+                        entry.name,
+                        entry.size_bytes,
+                        entry.seed,
+                        entry.description));
+    }
+  }
+  if (context.json) print(list.dump(2) + "\n");
+  return 0;
+}
+
+int run_command_golden_verify(const GoldenOptions& options, const Context& context) {
+  const GoldenVerifyPlan plan{data_folder(options), options.cases, options.policies};
+  if (options.hashes_only) {
+    verify_hashes(plan);
+    if (!context.quiet && !context.json) print("all files are as the manifest says\n");
+    if (context.json) print("{\"pass\": true}\n");
+    return 0;
+  }
+  Progress progress(context.quiet ? Progress::Mode::kQuiet : Progress::Mode::kAuto);
+  const GoldenVerifyResult result =
+      verify_goldens(plan, [&](std::string_view line) { progress.line(line); });
+  if (context.json) {
+    Json rows = Json::array();
+    for (const GoldenVerifyRow& row : result.rows) rows.push_back(to_json(row));
+    print(Json{{"pass", result.pass()},
+               {"bf16_median_ratio", result.bf16.median},
+               {"bf16_worst_ratio", result.bf16.worst},
+               {"rows", rows}}
+              .dump(2) +
+          "\n");
+  } else {
+    print_table(result);
+    print(result.pass() ? "goldens agree\n" : "goldens DIFFER\n");
+  }
+  return result.pass() ? 0 : 1;
+}
+
+int run_command_golden_make(const GoldenOptions& options, const Context& context) {
+  const auto python = require_golden_python("golden make");
+  const auto script = source_path(std::filesystem::path("golden") / "make" / "make_goldens.py");
+  std::string names;
+  for (const std::string& name : options.cases) names += (names.empty() ? "" : ",") + name;
+  std::filesystem::create_directories(options.data);
+  Progress progress(context.quiet ? Progress::Mode::kQuiet : Progress::Mode::kAuto);
+  const Outcome outcome = run_command({python.string(),
+                                       script.string(),
+                                       "--case",
+                                       names.empty() ? "all" : names,
+                                       "--out",
+                                       options.data.string()},
+                                      {},
+                                      [&](std::string_view line) { progress.line(line); });
+  LOCKSTEP_CHECK(outcome.exit_code == 0,
+                 kGolden,
+                 "golden make: {} ended with {}: {}",
+                 script.string(),
+                 outcome.exit_code,
+                 outcome.errors);
+  return 0;
+}
+
+int run_command_golden_diff(const GoldenOptions& options, const Context& context) {
+  const auto folder = data_folder(options);
+  bool same = true;
+  Json list = Json::array();
+  for (const golden::ManifestEntry& other : golden::read_manifest(options.other)) {
+    if (!options.cases.empty() &&
+        std::find(options.cases.begin(), options.cases.end(), other.name) == options.cases.end()) {
+      continue;
+    }
+    const golden::ManifestEntry own = golden::find_entry(folder, other.name);
+    if (own.sha256 == other.sha256) {
+      list.push_back({{"case", other.name}, {"same_bytes", true}});
+      if (!context.json) print(fmt::format("{:<16} same bytes\n", other.name));
+      continue;
+    }
+    FileComparePlan plan;
+    plan.left = options.other / other.file;
+    plan.right = folder / own.file;
+    plan.only = {"f64/*"};
+    const FileComparison result = compare_files(plan);
+    const TensorRow* worst = nullptr;
+    for (const TensorRow& row : result.rows) {
+      if (worst == nullptr || row.result.rel_l2 > worst->result.rel_l2) worst = &row;
+    }
+    const bool equal = result.pass();
+    same = same && equal;
+    list.push_back({{"case", other.name},
+                    {"same_bytes", false},
+                    {"same_tensors", equal},
+                    {"worst", worst->left},
+                    {"worst_rel_l2", worst->result.rel_l2}});
+    if (!context.json) {
+      print(fmt::format("{:<16} {}, worst {} rel_l2 {}\n",
+                        other.name,
+                        equal ? "same tensors" : "tensors differ",
+                        worst->left,
+                        format_number(worst->result.rel_l2)));
+    }
+  }
+  if (context.json) print(list.dump(2) + "\n");
+  return same ? 0 : 1;
+}
+
+}  // namespace lockstep::harness

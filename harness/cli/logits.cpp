@@ -1,0 +1,223 @@
+#include <filesystem>
+
+#include "golden/store/hdf5.hpp"
+#include "harness/cli/commands.hpp"
+#include "harness/cli/ranks.hpp"
+#include "harness/launch/available.hpp"
+#include "harness/launch/documents_file.hpp"
+#include "harness/launch/mpi_start.hpp"
+#include "harness/launch/workload.hpp"
+#include "harness/runner/execute.hpp"
+#include "harness/runner/progress.hpp"
+#include "model/checkpoint/safetensors.hpp"
+
+namespace lockstep::harness {
+namespace {
+
+namespace fs = std::filesystem;
+
+/// The options as a run; everything that can be wrong about them is found here.
+RunSpec run_of(const LogitsOptions& options, std::string_view command) {
+  RunSpec run;
+  run.name = command;
+  run.engine = options.engine;
+  const std::string engine = engine_problem(options.engine);
+  LOCKSTEP_CHECK(engine.empty(), kConfig, "--engine {}: {}", options.engine, engine);
+  const std::string device = device_problem(options.device);
+  LOCKSTEP_CHECK(device.empty(), kConfig, "--device {}: {}", options.device, device);
+  struct Later {
+    const char* flag;
+    int64_t value;
+  };
+  for (const Later later : {Later{"--decode", options.decode},
+                            Later{"--prefill-chunk", options.prefill_chunk},
+                            Later{"--page-size", options.page_size}}) {
+    LOCKSTEP_CHECK(later.value == 0,
+                   kConfig,
+                   "{} {}: belongs to the inference engine, which this build does not have; leave "
+                   "it out",
+                   later.flag,
+                   later.value);
+  }
+  run.policy = options.policy;
+  for (const std::string& text : options.numerics) {
+    const size_t equals = text.find('=');
+    LOCKSTEP_CHECK(equals != std::string::npos,
+                   kInput,
+                   "--numerics {}: not of the form switch=value; write for example D09=1",
+                   text);
+    run.numerics.emplace_back(text.substr(0, equals), text.substr(equals + 1));
+  }
+  numerics_of(run);
+  run.topology = model::parse_topology(options.topology);
+  const std::string topology = topology_problem(run.topology);
+  LOCKSTEP_CHECK(topology.empty(), kMesh, "--topology {}: {}", options.topology, topology);
+  run.grads = options.grads;
+  run.recompute = options.recompute;
+  run.reference_ops = options.reference_ops;
+  run.stream_layers = options.stream_layers;
+  run.trace = options.modules;
+  LOCKSTEP_CHECK(
+      !(run.stream_layers && run.grads),
+      kConfig,
+      "--stream-layers drops weights after use, so --grads cannot be computed; leave one "
+      "of them out");
+  return run;
+}
+
+/// A result that cannot be written is found out before it is computed.
+void check_output(const fs::path& out) {
+  std::error_code error;
+  const fs::path folder = out.has_parent_path() ? out.parent_path() : fs::path(".");
+  LOCKSTEP_CHECK(fs::is_directory(folder, error),
+                 kInput,
+                 "--out {}: the folder {} does not exist; make it first",
+                 out.string(),
+                 folder.string());
+  LOCKSTEP_CHECK(
+      !fs::is_directory(out, error), kInput, "--out {}: is a folder; name a file", out.string());
+  model::AtomicFile probe(out.string());
+  probe.write("", 0);
+}
+
+Workload workload_of(const LogitsOptions& options) {
+  Workload work;
+  std::error_code error;
+  LOCKSTEP_CHECK(
+      fs::is_directory(options.model, error),
+      kInput,
+      "--model {}: no such folder; give a folder with config.json and .safetensors files",
+      options.model.string());
+  work.documents = read_documents(options.docs);
+  work.source = model::open_checkpoint(options.model.string(), parse_defaults(options.defaults));
+  return work;
+}
+
+std::map<std::string, Tensor> logits_tensors(const RunOutput& output) {
+  std::map<std::string, Tensor> tensors;
+  tensors["logits"] = output.logits.contiguous();
+  tensors["logprobs"] = output.logprobs.contiguous();
+  tensors["loss"] = at::scalar_tensor(output.loss, at::kDouble);
+  for (const auto& [name, grad] : output.grads) tensors["grads/" + name] = grad.contiguous();
+  return tensors;
+}
+
+void write_logits(const fs::path& out, const RunOutput& output) {
+  model::write_safetensors_file(out.string(), logits_tensors(output));
+}
+
+void write_dump(const fs::path& out, const RunOutput& output) {
+  if (out.extension() == ".h5" || out.extension() == ".hdf5") {
+    golden::Hdf5Writer file(out);
+    for (const auto& [name, value] : output.trace) file.write(name, value.contiguous());
+    for (const auto& [name, grad] : output.grads) file.write("grads/" + name, grad.contiguous());
+    file.write("cu_seqlens", at::tensor(output.cu_seqlens, at::kLong));
+    file.commit();
+    return;
+  }
+  std::map<std::string, Tensor> tensors;
+  for (const auto& [name, value] : output.trace) tensors[name] = value.contiguous();
+  for (const auto& [name, grad] : output.grads) tensors["grads/" + name] = grad.contiguous();
+  tensors["cu_seqlens"] = at::tensor(output.cu_seqlens, at::kLong);
+  model::write_safetensors_file(out.string(), tensors);
+}
+
+std::string summary_json(const LogitsOptions& options, const RunOutput& output) {
+  // A loss is a finite number or, in a broken model, NaN, which JSON has no literal for.
+  const std::string loss = std::isfinite(output.loss) ? fmt::format("{}", output.loss)
+                                                      : fmt::format("\"{}\"", output.loss);
+  return fmt::format(
+      "{{\n  \"out\": \"{}\",\n  \"tokens\": {},\n  \"targets\": {},\n  \"loss\": {},\n  "
+      "\"ranks\": "
+      "{},\n  \"grads\": {},\n  \"activations\": {},\n  \"seconds\": {:.6f},\n  \"peak_bytes\": "
+      "{}\n}}\n",
+      options.out.filename().string(),
+      output.tokens,
+      output.num_targets,
+      loss,
+      output.ranks,
+      output.grads.size(),
+      output.trace.size(),
+      output.seconds,
+      output.peak_bytes);
+}
+
+using Writer = void (*)(const fs::path&, const RunOutput&);
+
+int run_engine(const LogitsOptions& options,
+               const Context& context,
+               const std::string& command,
+               Writer write) {
+  // Checked before a launcher starts anything, so that one message comes of it.
+  const RunSpec run = run_of(options, command);
+  const int64_t ranks = run.topology.num_ranks();
+  if (ranks > 1 && !under_mpi_launcher()) {
+    check_output(options.out);
+    workload_of(options);
+    const Outcome outcome = run_ranks(
+        ranks, context.arguments, [](std::string_view line) { print(fmt::format("{}\n", line)); });
+    if (outcome.exit_code != 0) {
+      const std::string told = own_errors(outcome.errors);
+      std::fputs(fmt::format("{}\n", told.empty() ? outcome.errors : told).c_str(), stderr);
+    }
+    // A rank that a signal ended is a peer that died.
+    return outcome.exit_code >= 128 ? exit_code(ErrorKind::kComm) : outcome.exit_code;
+  }
+  return on_ranks(context, command, [&](const parallel::Session& session) {
+    const bool first = session.world().rank() == 0;
+    LOCKSTEP_CHECK(session.world().size() >= ranks,
+                   kMesh,
+                   "--topology {} needs {} ranks, this mpirun has {}; start with mpirun -n {}, or "
+                   "without mpirun",
+                   model::to_string(run.topology),
+                   ranks,
+                   session.world().size(),
+                   ranks);
+    if (first) check_output(options.out);
+    const Workload work = workload_of(options);
+    const parallel::Mesh mesh = session.world().size() == 1
+                                    ? parallel::Mesh::single()
+                                    : parallel::Mesh::create(session.world(), run.topology);
+    if (!mesh.active()) return 0;
+    Progress progress(context.quiet || !first ? Progress::Mode::kQuiet : Progress::Mode::kAuto);
+    progress.start(command);
+    const RunOutput output =
+        execute_run(run, work, mesh, [&](int64_t done, int64_t total, const char* what) {
+          progress.step(done, total, what);
+        });
+    progress.clear();
+    if (!first) return 0;
+    LOCKSTEP_CHECK(run.trace.empty() || !output.trace.empty(),
+                   kInput,
+                   "--modules {}: no module has such a name; names are like layers.0, "
+                   "layers.0.self_attn, layers.3.mlp (`--modules '*'` writes all)",
+                   run.trace);
+    write(options.out, output);
+    if (context.json) {
+      print(summary_json(options, output));
+    } else if (!context.quiet) {
+      print(fmt::format(
+          "{}: {} tokens, {} targets, loss {:.8g}{}{}, {:.2f} s\n",
+          options.out.string(),
+          output.tokens,
+          output.num_targets,
+          output.loss,
+          output.grads.empty() ? "" : fmt::format(", {} gradients", output.grads.size()),
+          output.trace.empty() ? "" : fmt::format(", {} activations", output.trace.size()),
+          output.seconds));
+    }
+    return 0;
+  });
+}
+
+}  // namespace
+
+int run_command_logits(const LogitsOptions& options, const Context& context) {
+  return run_engine(options, context, "logits", write_logits);
+}
+
+int run_command_dump(const LogitsOptions& options, const Context& context) {
+  return run_engine(options, context, "dump", write_dump);
+}
+
+}  // namespace lockstep::harness

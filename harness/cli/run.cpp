@@ -1,0 +1,187 @@
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <chrono>
+#include <ctime>
+#include <filesystem>
+
+#include "harness/cli/commands.hpp"
+#include "harness/cli/errors.hpp"
+#include "harness/cli/ranks.hpp"
+#include "harness/launch/mpi_start.hpp"
+#include "harness/launch/workload.hpp"
+#include "harness/runner/execute.hpp"
+#include "harness/runner/progress.hpp"
+#include "harness/runner/run_output.hpp"
+#include "harness/runner/runner.hpp"
+#include "model/base/parallel.hpp"
+#include "model/checkpoint/mapped_file.hpp"
+#include "reports/writer/writer.hpp"
+
+namespace lockstep::harness {
+namespace {
+
+namespace fs = std::filesystem;
+
+std::string utc_now() {
+  const std::time_t now = std::time(nullptr);
+  std::tm parts{};
+  gmtime_r(&now, &parts);
+  char text[32];
+  std::strftime(text, sizeof text, "%Y-%m-%dT%H:%M:%SZ", &parts);
+  return text;
+}
+
+/// The words in a form that a shell reads back.
+std::string shell_line(const std::vector<std::string>& words) {
+  std::string line = "lockstep";
+  for (const std::string& word : words) {
+    const bool plain = !word.empty() && word.find_first_not_of(
+                                            "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+                                            "0123456789-_=./,:+@%") == std::string::npos;
+    line += ' ';
+    if (plain) {
+      line += word;
+      continue;
+    }
+    line += '\'';
+    for (const char c : word) line += c == '\'' ? std::string("'\\''") : std::string(1, c);
+    line += '\'';
+  }
+  return line;
+}
+
+bool wanted(const ScenarioSet& set, const std::vector<std::string>& tags) {
+  return tags.empty() || std::any_of(tags.begin(), tags.end(), [&](const std::string& tag) {
+           return std::find(set.tags.begin(), set.tags.end(), tag) != set.tags.end();
+         });
+}
+
+std::vector<ScenarioSet> load_all(const RunOptions& options) {
+  std::vector<ScenarioSet> sets;
+  std::vector<std::string> tags;
+  for (const fs::path& file : find_scenarios(options.paths)) {
+    ScenarioSet set = load_scenario(file, options.sets);
+    tags.insert(tags.end(), set.tags.begin(), set.tags.end());
+    if (!wanted(set, options.tags)) continue;
+    for (const ScenarioSet& other : sets) {
+      LOCKSTEP_CHECK(other.name != set.name,
+                     kInput,
+                     "run: {} and {} are both named '{}', and result folders carry the name; "
+                     "change `name` in one of them",
+                     other.file.string(),
+                     set.file.string(),
+                     set.name);
+    }
+    sets.push_back(std::move(set));
+  }
+  std::sort(tags.begin(), tags.end());
+  tags.erase(std::unique(tags.begin(), tags.end()), tags.end());
+  LOCKSTEP_CHECK(!sets.empty(),
+                 kInput,
+                 "run: no scenario has a tag of --tag; tags there are: {}",
+                 tags.empty() ? "none" : fmt::format("{}", fmt::join(tags, ", ")));
+  return sets;
+}
+
+/// Found out before anything is computed: a result that cannot be written is a waste.
+void check_writable(const fs::path& out) {
+  std::error_code error;
+  fs::create_directories(out, error);
+  LOCKSTEP_CHECK(!error && fs::is_directory(out),
+                 kInput,
+                 "run: cannot make the folder {}: {}; choose another with --out",
+                 out.string(),
+                 error ? error.message() : "something else has that name");
+  model::AtomicFile probe((out / ".writable").string());
+  probe.write("", 0);
+}
+
+int run_on_rank(const RunOptions& options,
+                const Context& context,
+                const parallel::Session& session) {
+  const std::vector<ScenarioSet> sets = load_all(options);
+  const bool first = session.world().rank() == 0;
+  if (options.dry_run) {
+    for (const ScenarioSet& set : sets) {
+      const std::string plan = describe_plan(set, session);
+      if (first && !context.quiet) print(plan);
+    }
+    return 0;
+  }
+  // A mistake in the last file should not cost the time of the first ones.
+  for (const ScenarioSet& set : sets) check_scenario(set, session);
+  if (first) check_writable(options.out);
+  const auto start = std::chrono::steady_clock::now();
+  Progress progress(context.quiet || !first ? Progress::Mode::kQuiet : Progress::Mode::kAuto);
+  Report report;
+  report.title = sets.size() == 1 ? sets.front().name : fmt::format("{} scenarios", sets.size());
+  report.started = utc_now();
+  report.command = shell_line(context.arguments);
+  report.environment = local_environment();
+  report.environment.threads = num_threads();
+  report.environment.mpi = mpi_version();
+  RunnerOptions runner;
+  runner.out = options.out;
+  runner.sets = options.sets;
+  runner.session = &session;
+  runner.progress = &progress;
+  for (const ScenarioSet& set : sets) report.scenarios.push_back(run_scenario(set, runner));
+  report.seed = sets.front().points.front().scenario.model.seed;
+  report.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  conclude(report);
+  if (!first) return 0;
+  reports::write(report, options.out);
+  progress.clear();
+  if (context.json) {
+    print(to_json(report) + "\n");
+  } else {
+    print(fmt::format("{}\nreport: {}\n", report.verdict, (options.out / "report.html").string()));
+  }
+  return report.exit_code;
+}
+
+}  // namespace
+
+int run_command_run(const RunOptions& options, const Context& context) {
+  return on_ranks(context, "run", [&](const parallel::Session& session) {
+    return run_on_rank(options, context, session);
+  });
+}
+
+int run_command_worker(const WorkerOptions& options, const Context& context) {
+  return on_ranks(context, "worker", [&](const parallel::Session& session) {
+    const ScenarioSet set = load_scenario(options.scenario, options.sets);
+    LOCKSTEP_CHECK(options.point >= 0 && options.point < static_cast<int64_t>(set.points.size()),
+                   kInternal,
+                   "worker: point {} of {}",
+                   options.point,
+                   set.points.size());
+    const Scenario& scenario = set.points[static_cast<size_t>(options.point)].scenario;
+    const RunSpec* run = scenario.find_run(options.run);
+    LOCKSTEP_CHECK(run != nullptr, kInternal, "worker: no run {}", options.run);
+    parallel::set_comm_timeout_ms(scenario.comm_timeout_ms);
+    const parallel::Mesh mesh = parallel::Mesh::create(session.world(), run->topology);
+    const bool first = session.world().rank() == 0;
+    const Workload work = load_workload(scenario);
+    const RunOutput output =
+        execute_run(*run, work, mesh, [&](int64_t done, int64_t total, const char*) {
+          if (first) print(fmt::format("step {} {}\n", done, total));
+        });
+    if (first) save_run(options.out, *run, output);
+    return 0;
+  });
+}
+
+int run_command_report(const ReportOptions& options, const Context& context) {
+  const Report report = reports::rebuild(options.folder);
+  if (context.json) {
+    print(to_json(report) + "\n");
+  } else if (!context.quiet) {
+    print(
+        fmt::format("{}\nreport: {}\n", report.verdict, (options.folder / "report.html").string()));
+  }
+  return 0;
+}
+
+}  // namespace lockstep::harness

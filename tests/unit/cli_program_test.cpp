@@ -1,0 +1,279 @@
+// The built program as users meet it: exit codes, one clear error, no output left behind by a
+// failure.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <fstream>
+
+#include "harness/launch/mpi_start.hpp"
+#include "model/checkpoint/safetensors.hpp"
+
+namespace lockstep::harness {
+namespace {
+
+namespace fs = std::filesystem;
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+class Program : public testing::Test {
+ protected:
+  void SetUp() override {
+    const auto* info = testing::UnitTest::GetInstance()->current_test_info();
+    folder_ = fs::path(testing::TempDir()) / (std::string("lockstep_cli_") + info->name());
+    fs::remove_all(folder_);
+    fs::create_directories(folder_);
+    write("docs.json", R"({"documents": [[1, 2, 3, 4, 5, 6, 7], [8], [9, 10, 11]]})");
+  }
+  void TearDown() override { fs::remove_all(folder_); }
+
+  [[nodiscard]] std::string path(const std::string& name) const {
+    return (folder_ / name).string();
+  }
+  void write(const std::string& name, const std::string& text) const {
+    std::ofstream(folder_ / name) << text;
+  }
+
+  static Outcome lockstep(std::vector<std::string> words) {
+    words.insert(words.begin(), std::string(LOCKSTEP_BINARY_DIR) + "/lockstep");
+    return run_command(words);
+  }
+  /// logits of the small checkpoint, with more words behind.
+  Outcome logits(const std::vector<std::string>& more,
+                 const std::string& docs = "docs.json") const {
+    std::vector<std::string> words = {
+        "logits", "--model", kModel, "--docs", path(docs), "--out", path("out.safetensors")};
+    words.insert(words.end(), more.begin(), more.end());
+    return lockstep(words);
+  }
+  /// The command ends with this code, says all of these in one block, and leaves no output.
+  void expect_refused(const Outcome& outcome,
+                      int code,
+                      const std::vector<std::string>& parts) const {
+    EXPECT_EQ(outcome.exit_code, code) << outcome.errors;
+    for (const std::string& part : parts) EXPECT_THAT(outcome.errors, HasSubstr(part));
+    for (const auto& entry : fs::directory_iterator(folder_)) {
+      EXPECT_THAT(entry.path().filename().string(), Not(HasSubstr("out")))
+          << "left behind by a failure";
+    }
+  }
+
+  const std::string kModel = std::string(LOCKSTEP_SOURCE_DIR) + "/golden/data/hf-tiny/released";
+  fs::path folder_;
+};
+
+TEST_F(Program, EveryCommandExplainsItself) {
+  for (const char* command : {"run",
+                              "logits",
+                              "dump",
+                              "inspect",
+                              "compare",
+                              "convert",
+                              "export",
+                              "golden",
+                              "bench",
+                              "list",
+                              "report",
+                              "doctor"}) {
+    const Outcome outcome = lockstep({command, "--help"});
+    EXPECT_EQ(outcome.exit_code, 0) << command;
+    EXPECT_THAT(outcome.output, HasSubstr("--quiet")) << command;
+    EXPECT_THAT(outcome.output, HasSubstr("--json")) << command;
+  }
+  EXPECT_THAT(lockstep({"--help"}).output, HasSubstr("Exit codes"));
+  EXPECT_THAT(lockstep({"--help"}).output, Not(HasSubstr("worker")));
+  EXPECT_THAT(lockstep({"logits", "--version"}).output, HasSubstr("lockstep "));
+}
+
+TEST_F(Program, WrongCommandLinesAreExitTwoWithAHint) {
+  expect_refused(lockstep({"logits", "--nonsense"}), 2, {"lockstep logits", "--help"});
+  expect_refused(lockstep({"logitz"}), 2, {"did you mean 'logits'?"});
+  expect_refused(lockstep({}), 2, {"--help"});
+  expect_refused(lockstep({"golden"}), 2, {"golden"});
+  expect_refused(lockstep({"bench", "--repeats", "0"}), 2, {"repeats"});
+}
+
+TEST_F(Program, JsonErrorsAreOnStandardOutputToo) {
+  const Outcome outcome = lockstep({"inspect", path("missing"), "--json"});
+  EXPECT_EQ(outcome.exit_code, 2);
+  EXPECT_THAT(outcome.output, HasSubstr("\"exit_code\": 2"));
+  EXPECT_THAT(outcome.output, HasSubstr("\"kind\": \"input\""));
+}
+
+TEST_F(Program, LogitsRefusesBadInputAndLeavesNothing) {
+  expect_refused(lockstep({"logits",
+                           "--model",
+                           path("no-model"),
+                           "--docs",
+                           path("docs.json"),
+                           "--out",
+                           path("out.safetensors")}),
+                 2,
+                 {"--model", "no such folder"});
+  expect_refused(logits({}, "no-docs.json"), 2, {"no-docs.json"});
+  write("broken.json", "{\"documents\": [[1, 2], [3");
+  expect_refused(logits({}, "broken.json"), 2, {"broken.json"});
+  write("text.json", "{\"documents\": [[1, \"two\"]]}");
+  expect_refused(logits({}, "text.json"), 2, {"text.json"});
+  write("large.json", "{\"documents\": [[1, 2, 67]]}");
+  expect_refused(logits({}, "large.json"), 2, {"67"});
+  expect_refused(logits({"--policy", "flaot32"}), 2, {"flaot32", "float32"});
+  expect_refused(logits({"--numerics", "D99=x"}), 2, {"D99"});
+  expect_refused(logits({"--topology", "cp=0"}), 2, {"cp = 0"});
+  expect_refused(logits({"--topology", "cp=two"}), 2, {"two"});
+  expect_refused(logits({"--topology", "tp=2"}), 2, {"tp = 2"});
+  expect_refused(logits({"--topology", "cp=100000"}), 2, {"100000"});
+  expect_refused(logits({"--engine", "inference"}), 2, {"no inference engine"});
+  expect_refused(logits({"--engine", "oven"}), 2, {"oven"});
+  expect_refused(logits({"--device", "cuda"}), 2, {"CPU"});
+  expect_refused(logits({"--decode", "3"}), 2, {"--decode"});
+  expect_refused(logits({"--stream-layers", "--grads"}), 2, {"--stream-layers"});
+}
+
+TEST_F(Program, OutputThatCannotBeWrittenIsFoundOutFirst) {
+  expect_refused(lockstep({"logits",
+                           "--model",
+                           kModel,
+                           "--docs",
+                           path("docs.json"),
+                           "--out",
+                           path("none/x.safetensors")}),
+                 2,
+                 {"does not exist"});
+  expect_refused(lockstep({"logits",
+                           "--model",
+                           kModel,
+                           "--docs",
+                           path("docs.json"),
+                           "--out",
+                           "/proc/x.safetensors"}),
+                 2,
+                 {"/proc/"});
+  write("file", "");
+  expect_refused(lockstep({"run",
+                           std::string(LOCKSTEP_SOURCE_DIR) + "/scenarios/demo.toml",
+                           "--out",
+                           path("file/sub")}),
+                 2,
+                 {"--out"});
+}
+
+TEST_F(Program, LogitsWritesWhatItPromises) {
+  const Outcome outcome = logits({"--policy", "float64", "--grads"});
+  ASSERT_EQ(outcome.exit_code, 0) << outcome.errors;
+  const model::Safetensors file = model::Safetensors::open(path("out.safetensors"));
+  EXPECT_EQ(file.info("logits").shape, (std::vector<int64_t>{11, 67}));
+  EXPECT_EQ(file.info("logits").dtype, at::kDouble);
+  const Tensor logits = file.load("logits"), logprobs = file.load("logprobs");
+  for (const int64_t last : {6, 7, 10}) EXPECT_TRUE(logprobs[last].isnan().item<bool>());
+  // Token 3 of the first document, and the loss, from the logits themselves.
+  const Tensor own = at::log_softmax(logits, 1);
+  EXPECT_NEAR(logprobs[2].item<double>(), own[2][4].item<double>(), 1e-12);
+  EXPECT_NEAR(
+      file.load("loss").item<double>(), -logprobs.nan_to_num().sum().item<double>() / 8, 1e-12);
+  int64_t grads = 0;
+  for (const auto& [name, info] : file.tensors()) {
+    if (name.starts_with("grads/")) ++grads;
+    EXPECT_THAT(name, Not(HasSubstr("indexer")));
+  }
+  EXPECT_GT(grads, 50);
+}
+
+TEST_F(Program, TwoRanksGiveTheSameFunctionAsOne) {
+  ASSERT_EQ(logits({"--policy", "float64"}).exit_code, 0);
+  fs::rename(path("out.safetensors"), path("one.safetensors"));
+  const Outcome two = logits({"--policy", "float64", "--topology", "cp=2"});
+  ASSERT_EQ(two.exit_code, 0) << two.errors;
+  const Outcome compared =
+      lockstep({"compare", path("out.safetensors"), path("one.safetensors"), "--limit", "1e-11"});
+  EXPECT_EQ(compared.exit_code, 0) << compared.output;
+  const Outcome bits = lockstep({"compare", path("one.safetensors"), path("one.safetensors")});
+  EXPECT_EQ(bits.exit_code, 0) << bits.output;
+}
+
+TEST_F(Program, CompareEndsWithOneWhenNumbersDiffer) {
+  model::write_safetensors_file(path("a.safetensors"),
+                                {{"x", at::ones({3})}, {"y", at::ones({2})}});
+  model::write_safetensors_file(path("b.safetensors"),
+                                {{"x", at::ones({3}) * 1.5}, {"y", at::ones({2})}});
+  const Outcome outcome = lockstep({"compare", path("a.safetensors"), path("b.safetensors")});
+  EXPECT_EQ(outcome.exit_code, 1);
+  EXPECT_THAT(outcome.output, HasSubstr("x[0]"));
+  EXPECT_EQ(lockstep({"compare", path("a.safetensors"), path("b.safetensors"), "--limit", "0.5"})
+                .exit_code,
+            0);
+  EXPECT_EQ(lockstep({"compare", path("a.safetensors"), path("missing")}).exit_code, 2);
+  write("short.safetensors", "abc");
+  EXPECT_EQ(lockstep({"compare", path("short.safetensors"), path("a.safetensors")}).exit_code, 2);
+}
+
+TEST_F(Program, DryRunChecksAndComputesNothing) {
+  write("good.toml", R"(
+[model]
+preset = "tiny"
+[data]
+documents = [12, 3]
+[run.a]
+policy = "float64"
+[run.b]
+policy = "float64"
+topology = { cp = 2 }
+[[compare]]
+left = "b"
+right = "a"
+limit = 1e-11
+)");
+  const Outcome plan = lockstep({"run", path("good.toml"), "--dry-run", "--out", path("out")});
+  EXPECT_EQ(plan.exit_code, 0) << plan.errors;
+  EXPECT_THAT(plan.output, HasSubstr("mpirun -n 2"));
+  EXPECT_FALSE(fs::exists(path("out")));
+  expect_refused(lockstep({"run", path("good.toml"), "--dry-run", "--set", "run.a.policy=nope"}),
+                 2,
+                 {"--set run.a.policy=nope"});
+  expect_refused(lockstep({"run", path("good.toml"), "--dry-run", "--set", "model.preset=nope"}),
+                 2,
+                 {"nope", "tiny"});
+  expect_refused(
+      lockstep({"run", path("good.toml"), "--dry-run", "--set", "compare.0.right=golden:nope/f64"}),
+      4,
+      {"nope"});
+  expect_refused(lockstep({"run", path("good.toml"), "--tag", "absent"}), 2, {"--tag"});
+}
+
+TEST_F(Program, RunWritesAReportAndItsExitCodeIsTheVerdict) {
+  write("small.toml", R"(
+name = "small"
+[model]
+preset = "tiny"
+[data]
+documents = [12, 3]
+[run.a]
+policy = "float64"
+[run.b]
+policy = "float32"
+[[compare]]
+left = "b"
+right = "a"
+limit = 1e-3
+)");
+  const Outcome pass = lockstep({"run", path("small.toml"), "--out", path("result"), "--json"});
+  EXPECT_EQ(pass.exit_code, 0) << pass.errors;
+  EXPECT_THAT(pass.output, HasSubstr("\"exit_code\": 0"));
+  for (const char* file : {"report.json",
+                           "report.html",
+                           "junit.xml",
+                           "summary.md",
+                           "runs/small/a/run.json",
+                           "runs/small/b/rank0.safetensors"}) {
+    EXPECT_TRUE(fs::exists(folder_ / "result" / file)) << file;
+  }
+  EXPECT_EQ(lockstep({"report", path("result")}).exit_code, 0);
+  EXPECT_EQ(lockstep({"report", path("nowhere")}).exit_code, 2);
+  const Outcome differ = lockstep(
+      {"run", path("small.toml"), "--out", path("result"), "--set", "compare.0.limit=1e-12"});
+  EXPECT_EQ(differ.exit_code, 1);
+  EXPECT_THAT(differ.errors + differ.output, HasSubstr("logits"));
+}
+
+}  // namespace
+}  // namespace lockstep::harness
