@@ -1,6 +1,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <fstream>
+#include <sstream>
+
 #include "harness/launch/scenario.hpp"
 #include "harness/launch/schema.hpp"
 #include "model/base/error.hpp"
@@ -238,6 +241,26 @@ TEST(Schema, EveryKeyIsInEveryPublishedForm) {
     EXPECT_THAT(schema_markdown(), HasSubstr("`" + std::string(key.name) + "`"));
     EXPECT_FALSE(key.doc.empty()) << key.name;
   }
+}
+
+TEST(Schema, TheDocsPageHoldsTheTableAsItIs) {
+  std::ifstream in(std::string(LOCKSTEP_SOURCE_DIR) + "/docs/scenarios.md");
+  std::ostringstream text;
+  text << in.rdbuf();
+  EXPECT_THAT(text.str(), HasSubstr(schema_markdown()))
+      << "replace the part after '## All keys' by `lockstep list schema --markdown`";
+}
+
+TEST(Schema, EveryScenarioOfTheProjectIsReadAndTagged) {
+  int64_t found = 0;
+  for (const auto& file : find_scenarios({std::string(LOCKSTEP_SOURCE_DIR) + "/scenarios"})) {
+    const ScenarioSet set = load_scenario(file);
+    EXPECT_FALSE(set.description.empty()) << file;
+    EXPECT_FALSE(set.tags.empty()) << file;
+    EXPECT_EQ(set.name, file.stem()) << file;
+    ++found;
+  }
+  EXPECT_GE(found, 5);
 }
 
 TEST(Schema, NearestFindsTypingErrorsAndNothingFarAway) {
