@@ -69,10 +69,10 @@ TEST(Seeded, ValuesAreFixedExactAndWellSpread) {
 }
 
 TEST(Blas, RowMajorProductsWithEveryTranspositionAndStride) {
-  for (const auto [ta, tb] : {std::pair{Op::kNone, Op::kNone},
-                              {Op::kTranspose, Op::kNone},
-                              {Op::kNone, Op::kTranspose},
-                              {Op::kTranspose, Op::kTranspose}}) {
+  for (const auto& [ta, tb] : {std::pair{Op::kNone, Op::kNone},
+                               {Op::kTranspose, Op::kNone},
+                               {Op::kNone, Op::kTranspose},
+                               {Op::kTranspose, Op::kTranspose}}) {
     const int64_t m = 5, n = 7, k = 3;
     const at::Tensor a =
         at::arange(m * k, at::kDouble)
