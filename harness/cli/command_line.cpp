@@ -328,6 +328,7 @@ std::string command_of(const CLI::App& app, int argc, char** argv) {
 int run_program(int argc, char** argv) {
   // A reader that stops reading (`| head`) is not a crash: writes fail and print() says so.
   std::signal(SIGPIPE, SIG_IGN);
+  std::signal(SIGXFSZ, SIG_IGN);  // likewise over a file size limit
   Program p;
   p.context.arguments.assign(argv + 1, argv + argc);
   p.app.set_version_flag("--version", version_text);

@@ -76,6 +76,11 @@ void check_output(const fs::path& out) {
                  folder.string());
   LOCKSTEP_CHECK(
       !fs::is_directory(out, error), kInput, "--out {}: is a folder; name a file", out.string());
+  // The result is renamed into place, which would replace a device or pipe by a file.
+  LOCKSTEP_CHECK(!fs::exists(out, error) || fs::is_regular_file(out, error),
+                 kInput,
+                 "--out {}: exists and is no ordinary file; name another",
+                 out.string());
   model::AtomicFile probe(out.string());
   probe.write("", 0);
 }

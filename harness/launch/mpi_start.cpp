@@ -225,6 +225,8 @@ std::string own_errors(std::string_view errors) {
       banner = !banner;
       continue;
     }
+    const bool signal = line.find("exited on signal") != std::string::npos;
+    if (signal) kept += line + '\n';
     if (banner || line.starts_with("[") || line.empty()) continue;
     if (line.starts_with("MPI_ABORT was invoked") || line.starts_with("with errorcode")) continue;
     if (std::find(seen.begin(), seen.end(), line) != seen.end()) continue;

@@ -47,8 +47,8 @@ std::string mpi_version();
 /// The mpirun line that run_ranks uses, without the program.
 std::vector<std::string> mpirun_command(int64_t ranks);
 
-/// The part of a launcher's error output that our own ranks wrote: mpirun's banner about who exited
-/// first is left out, and what several ranks said alike appears once.
+/// The part of a launcher's error output that our own ranks wrote, and which rank a signal ended:
+/// the rest of mpirun's banner is left out, and what several ranks said alike appears once.
 std::string own_errors(std::string_view errors);
 
 }  // namespace lockstep::harness

@@ -33,6 +33,8 @@ void add_peer(const BenchPlan& plan,
   const auto script = source_path(std::filesystem::path("golden") / "make" / "peer_cpu.py");
   std::vector<std::string> command = {
       python.string(), script.string(), "--threads", std::to_string(table.threads)};
+  command.emplace_back("--repeats");
+  command.push_back(std::to_string(plan.repeats));
   if (!plan.backward) command.emplace_back("--forward-only");
   command.emplace_back("--tokens");
   for (const int64_t tokens : plan.tokens) command.push_back(std::to_string(tokens));

@@ -69,7 +69,7 @@ RunOutput execute_run(const RunSpec& run,
   output.peak_bytes = ranks.all_reduce_max(result.peak_rss_bytes, "peak memory");
   output.logits = result.logits;
   output.logprobs = result.logprobs;
-  output.loss = result.loss;
+  output.loss = result.loss + 0.0;  // no targets: 0, not -0
   output.num_targets = result.num_targets;
   output.grads = std::move(result.grads);
   output.trace = std::move(result.trace);

@@ -139,7 +139,7 @@ RunOutput ScenarioRun::compute(const ScenarioPoint& point,
     agree(error);
     return output;
   }
-  if (world_.size() > 1) {
+  if (options_.session->under_mpi()) {
     const parallel::Mesh mesh = parallel::Mesh::create(world_, run.topology);
     RunOutput output;
     if (mesh.active()) output = execute_run(run, work, mesh, step);
@@ -377,7 +377,7 @@ void check_scenario(const ScenarioSet& set, const parallel::Session& session) {
     }
     for (const RunSpec& run : scenario.runs) {
       const int64_t need = run.topology.num_ranks(), have = session.world().size();
-      LOCKSTEP_CHECK(have == 1 || need <= have,
+      LOCKSTEP_CHECK(!session.under_mpi() || need <= have,
                      kMesh,
                      "scenario {}: run {} needs {} ranks ({}) and this mpirun has {}; start with "
                      "mpirun -n {}, or without mpirun",
@@ -416,9 +416,9 @@ std::string describe_plan(const ScenarioSet& set, const parallel::Session& sessi
                           numerics_of(run).name(),
                           run.device,
                           model::to_string(run.topology),
-                          ranks == 1                   ? ", in this process"
-                          : session.world().size() > 1 ? ", ranks of this mpirun"
-                                                       : fmt::format(", mpirun -n {}", ranks));
+                          ranks == 1            ? ", in this process"
+                          : session.under_mpi() ? ", ranks of this mpirun"
+                                                : fmt::format(", mpirun -n {}", ranks));
     }
     for (const CompareSpec& compare : s.compares) {
       text += fmt::format("  compare {} with {}: {} {}{}\n",

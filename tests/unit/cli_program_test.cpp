@@ -149,6 +149,10 @@ TEST_F(Program, OutputThatCannotBeWrittenIsFoundOutFirst) {
                            "/proc/x.safetensors"}),
                  2,
                  {"/proc/"});
+  expect_refused(
+      lockstep({"logits", "--model", kModel, "--docs", path("docs.json"), "--out", "/dev/null"}),
+      2,
+      {"no ordinary file"});
   write("file", "");
   expect_refused(lockstep({"run",
                            std::string(LOCKSTEP_SOURCE_DIR) + "/scenarios/demo.toml",
@@ -189,6 +193,48 @@ TEST_F(Program, TwoRanksGiveTheSameFunctionAsOne) {
   EXPECT_EQ(compared.exit_code, 0) << compared.output;
   const Outcome bits = lockstep({"compare", path("one.safetensors"), path("one.safetensors")});
   EXPECT_EQ(bits.exit_code, 0) << bits.output;
+}
+
+TEST_F(Program, DocumentsWithoutTargetsHaveLossZero) {
+  write("one.json", R"({"documents": [[], [5]]})");
+  const Outcome outcome = logits({"--grads", "--json"}, "one.json");
+  ASSERT_EQ(outcome.exit_code, 0) << outcome.errors;
+  EXPECT_THAT(outcome.output, HasSubstr("\"loss\": 0,"));
+}
+
+TEST_F(Program, AKilledRankIsACommunicationFailureThatNamesIt) {
+  write("long.toml", R"(
+[model]
+preset = "mini"
+[data]
+documents = [30000]
+[run.a]
+topology = { cp = 2 }
+policy = "float64"
+grads = true
+)");
+  // The launcher puts a shell in front of each rank, and that of rank 1 kills it (exec keeps the
+  // process id).
+  write("rank",
+        "[ \"$OMPI_COMM_WORLD_RANK\" = 1 ] && (sleep 1; kill -9 $$) &\n"
+        "exec \"$@\"\n");
+  write("killer",
+        "#!/bin/bash\n"
+        "options=()\n"
+        "while [[ $# -gt 0 && $1 != */lockstep ]]; do options+=(\"$1\"); shift; done\n"
+        "[[ $# -eq 0 ]] && exec mpirun \"${options[@]}\"\n"
+        "exec mpirun \"${options[@]}\" sh " +
+            path("rank") + " \"$@\"\n");
+  fs::permissions(path("killer"), fs::perms::owner_all);
+  const Outcome outcome = run_command({std::string(LOCKSTEP_BINARY_DIR) + "/lockstep",
+                                       "run",
+                                       path("long.toml"),
+                                       "--out",
+                                       path("result")},
+                                      {"LOCKSTEP_MPIRUN=" + path("killer")});
+  EXPECT_EQ(outcome.exit_code, 3) << outcome.errors << outcome.output;
+  EXPECT_THAT(outcome.errors, HasSubstr("signal 9"));
+  EXPECT_THAT(outcome.errors, HasSubstr("rank"));
 }
 
 TEST_F(Program, CompareEndsWithOneWhenNumbersDiffer) {
