@@ -150,7 +150,8 @@ std::string scenarios(const Report& report) {
   std::stable_sort(order.begin(), order.end(), [](const auto* left, const auto* right) {
     return exit_code(*left) > exit_code(*right);
   });
-  const bool all_open = order.size() <= kOpenScenarios && num_comparisons <= kOpenComparisons;
+  const bool all_open =
+      order.size() == 1 || (order.size() <= kOpenScenarios && num_comparisons <= kOpenComparisons);
   std::string out =
       R"(<section aria-labelledby="scenarios"><h2 id="scenarios">Scenarios and comparisons</h2>)";
   if (num_comparisons > 0) {

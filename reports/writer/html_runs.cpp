@@ -39,11 +39,12 @@ std::string weights_of(const RunRecord& r) {
 std::string measures_of(const RunRecord& r) {
   std::string out;
   for (const harness::Measure& m : r.measures) {
-    out += fmt::format("{}{} {}{}",
+    // One measure a line, however narrow the column.
+    out += fmt::format("{}{}&nbsp;{}{}",
                        out.empty() ? "" : "<br>",
                        escape(m.name),
-                       harness::format_number(m.value, 5),
-                       m.unit.empty() ? "" : fmt::format(" {}", escape(m.unit)));
+                       harness::format_number(m.value, 3),
+                       m.unit.empty() ? "" : fmt::format("&nbsp;{}", escape(m.unit)));
   }
   return out;
 }

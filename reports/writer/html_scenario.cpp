@@ -152,10 +152,14 @@ std::string scenario_block(const ScenarioResult& s, const std::string& id, bool 
     };
     return bad(left) && !bad(right);
   });
-  if (!rows.empty()) {
-    out += comparison_table(rows, TableUse::kScenario, fmt::format("Comparisons of {}", s.name));
-  }
-  return out + charts_of(s, id) + "</div></details>\n";
+  const std::string charts = charts_of(s, id);
+  const std::string table =
+      rows.empty()
+          ? ""
+          : comparison_table(rows, TableUse::kScenario, fmt::format("Comparisons of {}", s.name));
+  // Where nothing is judged the curves are the answer; elsewhere the verdicts are.
+  out += s.status == Status::kRecorded ? charts + table : table + charts;
+  return out + "</div></details>\n";
 }
 
 }  // namespace lockstep::reports
