@@ -11,6 +11,7 @@
 #include "harness/launch/mpi_start.hpp"
 #include "harness/launch/workload.hpp"
 #include "harness/runner/execute.hpp"
+#include "harness/runner/plan.hpp"
 #include "harness/runner/progress.hpp"
 #include "harness/runner/run_output.hpp"
 #include "harness/runner/runner.hpp"

@@ -1,5 +1,6 @@
 #include "harness/runner/runner.hpp"
 
+#include <algorithm>
 #include <chrono>
 #include <memory>
 
@@ -8,6 +9,7 @@
 #include "harness/launch/workload.hpp"
 #include "harness/runner/compare_runs.hpp"
 #include "harness/runner/execute.hpp"
+#include "harness/runner/plan.hpp"
 #include "harness/runner/run_output.hpp"
 #include "harness/runner/sweep_series.hpp"
 
@@ -79,6 +81,19 @@ class ScenarioRun {
                   const Workload& work,
                   const RunOutput& output);
   void fail_scenario(const Error& error);
+  /// Of a sweep, only points with the last value of the first key (the longest document, say) get
+  /// charts along positions and layers; all of them in one chart would be read by nobody.
+  [[nodiscard]] bool charted(const ScenarioPoint& point) const {
+    return point.values.empty() ||
+           point.values.front().value == set_.points.back().values.front().value;
+  }
+  void add_series(Series series) {
+    const bool known =
+        std::any_of(result_.series.begin(), result_.series.end(), [&](const Series& other) {
+          return other.chart == series.chart && other.name == series.name;
+        });
+    if (!known) result_.series.push_back(std::move(series));
+  }
   /// One rank's failure becomes everyone's, so that all ranks take the same way on.
   void agree(std::optional<Error> error);
   void say(const std::string& text) const {
@@ -269,8 +284,8 @@ void ScenarioRun::compare_point(const ScenarioPoint& point,
     sweep_.add(i, spec, point, comparison);
     const std::string label = point.label();
     const std::string legend = suffixed(fmt::format("{} against {}", left.name, right.name), label);
-    for (Series& series : error_series(spec, left, right, legend)) {
-      result_.series.push_back(std::move(series));
+    if (charted(point)) {
+      for (Series& series : error_series(spec, left, right, legend)) add_series(std::move(series));
     }
     comparison.left = suffixed(comparison.left, label);
     say(fmt::format(
@@ -347,91 +362,6 @@ ScenarioResult ScenarioRun::run() {
 
 ScenarioResult run_scenario(const ScenarioSet& set, const RunnerOptions& options) {
   return ScenarioRun(set, options).run();
-}
-
-void check_scenario(const ScenarioSet& set, const parallel::Session& session) {
-  std::vector<std::string> verified;
-  for (const ScenarioPoint& point : set.points) {
-    const Scenario& scenario = point.scenario;
-    resolve_config(scenario.model);
-    for (const CompareSpec& compare : scenario.compares) {
-      for (const std::string* side : {&compare.left, &compare.right}) {
-        const auto ref = parse_golden_ref(*side, scenario.model);
-        if (!ref) continue;
-        LOCKSTEP_CHECK(
-            ref->reference == "f64",
-            kGolden,
-            "scenario {}: '{}': cases store the reference f64 (and the spread of f32 and "
-            "bf16, which limit = \"golden\" uses)",
-            compare.where,
-            *side);
-        if (std::find(verified.begin(), verified.end(), ref->golden_case) != verified.end())
-          continue;
-        try {
-          golden::open_golden(golden_folder(), ref->golden_case);
-        } catch (const Error& error) {
-          fail(error.kind(), "scenario {}: {}: {}", compare.where, *side, error.what());
-        }
-        verified.push_back(ref->golden_case);
-      }
-    }
-    for (const RunSpec& run : scenario.runs) {
-      const int64_t need = run.topology.num_ranks(), have = session.world().size();
-      LOCKSTEP_CHECK(!session.under_mpi() || need <= have,
-                     kMesh,
-                     "scenario {}: run {} needs {} ranks ({}) and this mpirun has {}; start with "
-                     "mpirun -n {}, or without mpirun",
-                     run.where,
-                     run.name,
-                     need,
-                     model::to_string(run.topology),
-                     have,
-                     need);
-    }
-  }
-}
-
-std::string describe_plan(const ScenarioSet& set, const parallel::Session& session) {
-  check_scenario(set, session);
-  std::string text = fmt::format("{} ({}){}\n",
-                                 set.name,
-                                 set.file.string(),
-                                 set.description.empty() ? "" : ": " + set.description);
-  for (const ScenarioPoint& point : set.points) {
-    const Scenario& s = point.scenario;
-    const model::ModelConfig config = resolve_config(s.model);
-    if (set.points.size() > 1) text += fmt::format("  point {}\n", point.label());
-    text += fmt::format("  model {}: {} layers, hidden {}, vocabulary {}\n",
-                        !s.model.preset.empty()       ? "preset " + s.model.preset
-                        : !s.model.checkpoint.empty() ? s.model.checkpoint.string()
-                                                      : "golden " + s.model.golden,
-                        config.num_hidden_layers,
-                        config.hidden_size,
-                        config.vocab_size);
-    for (const RunSpec& run : s.runs) {
-      const int64_t ranks = run.topology.num_ranks();
-      text += fmt::format("  run {}: {} {} on {} ({}{})\n",
-                          run.name,
-                          run.engine,
-                          numerics_of(run).name(),
-                          run.device,
-                          model::to_string(run.topology),
-                          ranks == 1            ? ", in this process"
-                          : session.under_mpi() ? ", ranks of this mpirun"
-                                                : fmt::format(", mpirun -n {}", ranks));
-    }
-    for (const CompareSpec& compare : s.compares) {
-      text += fmt::format("  compare {} with {}: {} {}{}\n",
-                          compare.left,
-                          compare.right,
-                          compare.what,
-                          compare.metric,
-                          compare.golden_limit ? ", limit from the stored spread"
-                          : compare.limit ? fmt::format(", limit {}", format_number(*compare.limit))
-                                          : ", recorded");
-    }
-  }
-  return text;
 }
 
 }  // namespace lockstep::harness

@@ -30,13 +30,4 @@ struct RunnerOptions {
 /// calls this and only rank 0's result means anything.
 ScenarioResult run_scenario(const ScenarioSet& set, const RunnerOptions& options);
 
-/// Checks a scenario as far as possible without computing (models resolve, goldens exist, ranks
-/// suffice) and describes what would happen, for --dry-run.
-std::string describe_plan(const ScenarioSet& set, const parallel::Session& session);
-
-/// Everything that must hold before any rank computes, beyond what loading checked: models resolve,
-/// stored cases named by compares are there and intact, an mpirun around us has enough ranks.
-/// Throws kInput, kConfig, kMesh, kGolden.
-void check_scenario(const ScenarioSet& set, const parallel::Session& session);
-
 }  // namespace lockstep::harness
