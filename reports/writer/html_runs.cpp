@@ -39,12 +39,12 @@ std::string weights_of(const RunRecord& r) {
 std::string measures_of(const RunRecord& r) {
   std::string out;
   for (const harness::Measure& m : r.measures) {
-    // One measure a line, however narrow the column.
-    out += fmt::format("{}{}&nbsp;{}{}",
+    // One measure a line, however narrow the column: U+00A0 does not break.
+    out += fmt::format("{}{}\u00a0{}{}",
                        out.empty() ? "" : "<br>",
                        escape(m.name),
                        harness::format_number(m.value, 3),
-                       m.unit.empty() ? "" : fmt::format("&nbsp;{}", escape(m.unit)));
+                       m.unit.empty() ? "" : fmt::format("\u00a0{}", escape(m.unit)));
   }
   return out;
 }
