@@ -66,8 +66,12 @@ RunSpec run_of(const LogitsOptions& options, std::string_view command) {
 }
 
 /// A result that cannot be written is found out before it is computed.
-void check_output(const fs::path& out) {
+void check_output(const fs::path& out, const fs::path& docs) {
   std::error_code error;
+  LOCKSTEP_CHECK(!fs::equivalent(out, docs, error) || error,
+                 kInput,
+                 "--out {}: is the file --docs names, which would be lost; name another",
+                 out.string());
   const fs::path folder = out.has_parent_path() ? out.parent_path() : fs::path(".");
   LOCKSTEP_CHECK(fs::is_directory(folder, error),
                  kInput,
@@ -157,7 +161,7 @@ int run_engine(const LogitsOptions& options,
   const RunSpec run = run_of(options, command);
   const int64_t ranks = run.topology.num_ranks();
   if (ranks > 1 && !under_mpi_launcher()) {
-    check_output(options.out);
+    check_output(options.out, options.docs);
     workload_of(options);
     const Outcome outcome = run_ranks(
         ranks, context.arguments, [](std::string_view line) { print(fmt::format("{}\n", line)); });
@@ -178,7 +182,7 @@ int run_engine(const LogitsOptions& options,
                    ranks,
                    session.world().size(),
                    ranks);
-    if (first) check_output(options.out);
+    if (first) check_output(options.out, options.docs);
     const Workload work = workload_of(options);
     const parallel::Mesh mesh = session.world().size() == 1
                                     ? parallel::Mesh::single()

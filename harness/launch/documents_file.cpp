@@ -11,7 +11,16 @@ Documents read_documents(const std::filesystem::path& file) {
   LOCKSTEP_CHECK(stream.good(), kInput, "documents: cannot read {}", file.string());
   nlohmann::json json;
   try {
-    json = nlohmann::json::parse(stream);
+    // Taking down a value recurses, so nesting is bounded while it is read.
+    json = nlohmann::json::parse(stream,
+                                 [&](int depth, nlohmann::json::parse_event_t, nlohmann::json&) {
+                                   LOCKSTEP_CHECK(depth <= 64,
+                                                  kInput,
+                                                  "documents: {} nests lists more than 64 deep; {}",
+                                                  file.string(),
+                                                  kForm);
+                                   return true;
+                                 });
   } catch (const nlohmann::json::exception& error) {
     fail(
         ErrorKind::kInput, "documents: {} is not JSON: {}; {}", file.string(), error.what(), kForm);

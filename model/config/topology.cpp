@@ -1,6 +1,7 @@
 #include "model/config/topology.hpp"
 
 #include <charconv>
+#include <set>
 
 #include "model/base/error.hpp"
 
@@ -21,6 +22,7 @@ constexpr AxisField kAxes[] = {{"dp", &Topology::dp},
 
 Topology parse_topology(std::string_view text) {
   Topology topology;
+  std::set<std::string_view> seen;
   while (!text.empty()) {
     const size_t comma = text.find(',');
     const std::string_view item = text.substr(0, comma);
@@ -36,6 +38,8 @@ Topology parse_topology(std::string_view text) {
                    "topology: '{}' is not axis=degree; write for example cp=2,ep=2 with axes dp, "
                    "fsdp, cp, tp, ep",
                    item);
+    LOCKSTEP_CHECK(
+        seen.insert(name).second, kMesh, "topology: {} is given twice; give each axis once", name);
     const std::string_view number = item.substr(equals + 1);
     int64_t value = 0;
     const auto [end, error] = std::from_chars(number.data(), number.data() + number.size(), value);

@@ -110,6 +110,14 @@ TEST_F(Program, LogitsRefusesBadInputAndLeavesNothing) {
                            path("out.safetensors")}),
                  2,
                  {"--model", "no such folder"});
+  write("deep.json",
+        "{\"documents\": " + std::string(200000, '[') + std::string(200000, ']') + "}");
+  expect_refused(logits({}, "deep.json"), 2, {"deep.json", "64 deep"});
+  expect_refused(
+      lockstep(
+          {"logits", "--model", kModel, "--docs", path("docs.json"), "--out", path("docs.json")}),
+      2,
+      {"--docs", "name another"});
   expect_refused(logits({}, "no-docs.json"), 2, {"no-docs.json"});
   write("broken.json", "{\"documents\": [[1, 2], [3");
   expect_refused(logits({}, "broken.json"), 2, {"broken.json"});

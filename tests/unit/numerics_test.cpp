@@ -128,6 +128,7 @@ TEST(Topology, ParsesPrintsAndRefuses) {
   expect_config_error([] { model::parse_topology("cp=0"); }, "cp = 0");
   expect_config_error([] { model::parse_topology("pp=2"); }, "pp=2");
   expect_config_error([] { model::parse_topology("cp=two"); }, "two");
+  expect_config_error([] { model::parse_topology("cp=2,cp=3"); }, "twice");
   expect_config_error([] { model::parse_topology("cp=3,ep=2"); }, "does not divide");
 }
 
