@@ -1,7 +1,6 @@
 #include "model/layers/mlp_layer.hpp"
 
 #include "model/ops/moe.hpp"
-#include "model/ops/rows.hpp"
 
 namespace lockstep::model {
 namespace {
@@ -26,7 +25,7 @@ Tensor mixture(const LayerContext& ctx, int64_t layer, const Tensor& x_TD) {
   name.record("mlp.gate.experts", routing.experts);
 
   const ExpertOrder order = order_by_expert(routing.experts, cfg.n_routed_experts);
-  const Tensor rows = take_rows(x_TD, order.token);
+  const Tensor rows = gather_rows(x_TD, order, num);
   const Tensor gate_up = name.param("mlp.experts.gate_up_proj"),
                down = name.param("mlp.experts.down_proj");
   const Tensor out =
