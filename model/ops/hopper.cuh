@@ -155,6 +155,10 @@ LOCKSTEP_DEVICE void copy4(uint32_t destination, const void* source) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(destination), "l"(source)
                : "memory");
 }
+/// This thread's arrival at `bar` (counted on initialisation) once its copies so far have landed.
+LOCKSTEP_DEVICE void copy_arrive(uint32_t bar) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
+}
 LOCKSTEP_DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kPending>
 LOCKSTEP_DEVICE void copy_wait() {
@@ -226,6 +230,13 @@ LOCKSTEP_DEVICE void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+/// The same on plain pointers into register arrays (constant indices only).
+LOCKSTEP_DEVICE void mma_bf16_at(float* d, const uint32_t* a, uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
 LOCKSTEP_DEVICE void mma_fp16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
       "{%0,%1,%2,%3};"
@@ -292,10 +303,11 @@ LOCKSTEP_DEVICE void wgmma_64(float (&d)[32], const uint32_t* a, uint64_t b, boo
   "%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47," \
   "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}"
 
-/// d[64x128] += a[64x16] b[16x128]; a in registers, b outer-major.
+/// d[64x128] += sign * a[64x16] b[16x128]; a in registers, b outer-major.
+template <int kSign = 1>
 LOCKSTEP_DEVICE void wgmma_128_outer(float (&d)[64], const uint32_t* a, uint64_t b) {
   asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " LOCKSTEP_WGMMA_128_D
-               ", {%64,%65,%66,%67}, %68, 1, 1, 1, 1;\n"
+               ", {%64,%65,%66,%67}, %68, 1, 1, %69, 1;\n"
                : LOCKSTEP_D8(d, 0),
                  LOCKSTEP_D8(d, 8),
                  LOCKSTEP_D8(d, 16),
@@ -304,7 +316,30 @@ LOCKSTEP_DEVICE void wgmma_128_outer(float (&d)[64], const uint32_t* a, uint64_t
                  LOCKSTEP_D8(d, 40),
                  LOCKSTEP_D8(d, 48),
                  LOCKSTEP_D8(d, 56)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kSign));
+}
+/// d[64x64] (+)= a[64x16] b[16x64]; a in registers, b outer-major.
+LOCKSTEP_DEVICE void wgmma_64_outer(float (&d)[32],
+                                    const uint32_t* a,
+                                    uint64_t b,
+                                    bool accumulate) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,"
+      "%25,%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, %36, p, 1, 1, 1;\n}\n"
+      : LOCKSTEP_D8(d, 0), LOCKSTEP_D8(d, 8), LOCKSTEP_D8(d, 16), LOCKSTEP_D8(d, 24)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
+}
+/// d[64x64] (+)= a[64x16] b[16x64]; both in shared memory, contraction-major.
+LOCKSTEP_DEVICE void wgmma_64_shared_k(float (&d)[32], uint64_t a, uint64_t b, bool accumulate) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,"
+      "%25,%26,%27,%28,%29,%30,%31}, %32, %33, p, 1, 1, 0, 0;\n}\n"
+      : LOCKSTEP_D8(d, 0), LOCKSTEP_D8(d, 8), LOCKSTEP_D8(d, 16), LOCKSTEP_D8(d, 24)
+      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
 }
 /// d[64x64] (+)= a[64x16] b[16x64]; a in shared memory contraction-major, b outer-major.
 LOCKSTEP_DEVICE void wgmma_64_shared(float (&d)[32], uint64_t a, uint64_t b, bool accumulate) {

@@ -34,6 +34,7 @@ struct KdaForwardArgs {
   const int64_t* cu_seqlens = nullptr;      ///< int64 [N+1], from 0 to T, non-decreasing
   const float* initial_state_NHKV = nullptr;  ///< fp32 [N,H,128,128] or null for zeros
   float* final_state_NHKV = nullptr;  ///< fp32 [N,H,128,128] or null; may not alias the initial
+  float* checkpoints = nullptr;       ///< kda_checkpoint_bytes(...) for kda_backward, or null
   uint16_t* o_THV = nullptr;          ///< bf16 [T,H,128]
 };
 
@@ -69,5 +70,74 @@ KdaCudaResult kda_forward(const KdaForwardArgs& args,
                           void* workspace,
                           size_t workspace_bytes,
                           CUstream_st* stream);
+
+/// Bytes of the fp32 states that a forward pass leaves for its backward pass: one per window of
+/// 8192 / heads chunks (a power of two, 64 to 1024), 64 KB per head; 67 MB for 64 heads and 131072
+/// tokens.
+size_t kda_checkpoint_bytes(int64_t tokens, int64_t documents, int heads);
+
+/// Arguments of the backward pass of a forward pass with the same `forward` inputs. Only its inputs
+/// and `checkpoints` (as that pass filled them) are read; o_THV and final_state_NHKV are ignored.
+struct KdaBackwardArgs {
+  KdaForwardArgs forward;
+  const uint16_t* do_THV = nullptr;          ///< bf16 [T,H,128]
+  const float* dfinal_state_NHKV = nullptr;  ///< fp32 [N,H,128,128] or null for zeros
+  uint16_t* dq_THK = nullptr;                ///< bf16 [T,H,128], with respect to raw q
+  uint16_t* dk_THK = nullptr;                ///< bf16 [T,H,128], with respect to raw k
+  uint16_t* dv_THV = nullptr;                ///< bf16 [T,H,128]
+  uint16_t* df_THK = nullptr;                ///< bf16 [T,H,128], with respect to f
+  uint16_t* dbeta_logit_TH = nullptr;        ///< bf16 [T,H]
+  float* da_log_H = nullptr;                 ///< fp32 [H]
+  float* ddt_bias_HK = nullptr;              ///< fp32 [H*128]
+  float* dinitial_state_NHKV = nullptr;      ///< fp32 [N,H,128,128] or null
+};
+
+/// Bytes of device scratch of kda_backward: 176.5 KB for each (chunk, head) of one window (1.5 GB
+/// for 64 heads from 8192 tokens on), 516 bytes for each (chunk, head) of the batch.
+size_t kda_backward_workspace_bytes(int64_t tokens, int64_t documents, int heads);
+
+/// KDA backward for sm_90a: all gradients, through gate, l2norm and beta sigmoid, from the inputs
+/// and one state per window; everything else is computed again, a window at a time from the last to
+/// the first.
+///
+/// Numerics. As kda_forward, from the same bf16 operands; further bf16 operands: do, the gradient
+/// of the state, dN = M^T do + K- dS and beta Y = P^T dN, and the masked products do N^T and
+/// -(beta Y) N^T. fp32: the carried gradient of the state, every accumulator, and everything
+/// elementwise (decay factors, gate, norms, running sums, beta). Inside a 16-row sub-chunk factors
+/// are anchored at its middle row, exponents within 40 in the natural log, so that gradients of any
+/// size up to 1e17 cannot overflow. The diagonal of do N^T has no part in the gate's gradient,
+/// and terms of keys decayed to the chunk's end enter it as a running sum over earlier rows, never
+/// as a difference of sums. d(A_log) and d(dt_bias): one fp32 partial per chunk, added in chunk
+/// order in eight interleaved groups.
+/// Deterministic: no atomics, one order of every sum; a document's gradients (but d(A_log) and
+/// d(dt_bias), which sum over the batch) are the same bytes in any packing.
+/// Errors (relative Frobenius against float64) and cost: see docs/performance.md.
+KdaCudaResult kda_backward(const KdaBackwardArgs& args,
+                           void* workspace,
+                           size_t workspace_bytes,
+                           CUstream_st* stream);
+
+/// Arguments of one decode step: one token for each of `sequences` rows. Device pointers,
+/// contiguous, 16-byte aligned but for beta_logit and slots.
+struct KdaDecodeArgs {
+  int64_t sequences = 0;                    ///< B
+  int heads = 0;                            ///< H
+  const uint16_t* q_BHK = nullptr;          ///< bf16 [B,H,128], after conv and SiLU, before l2norm
+  const uint16_t* k_BHK = nullptr;          ///< bf16 [B,H,128], likewise
+  const uint16_t* v_BHV = nullptr;          ///< bf16 [B,H,128]
+  const uint16_t* f_BHK = nullptr;          ///< bf16 [B,H,128], gate input before bias and sigmoid
+  const uint16_t* beta_logit_BH = nullptr;  ///< bf16 [B,H]
+  const float* a_log_H = nullptr;           ///< fp32 [H]
+  const float* dt_bias_HK = nullptr;        ///< fp32 [H*128]
+  float lower_bound = -5.0f;                ///< natural-log decay lies in (lower_bound, 0)
+  const int32_t* slots_B = nullptr;  ///< slot of each row; distinct, or negative: row is padding
+  float* state_SHKV = nullptr;       ///< fp32 [slots,H,128,128], updated in place
+  uint16_t* o_BHV = nullptr;         ///< bf16 [B,H,128]; zeros for padding
+};
+
+/// One step of the recurrence of kda_forward, for sm_90a. fp32 throughout, o rounded once;
+/// the state as kda_forward leaves it. Sums over K in one fixed order: a row's result is the same
+/// bytes alone and in any batch. Reads and writes each state once, needs no workspace.
+KdaCudaResult kda_decode(const KdaDecodeArgs& args, CUstream_st* stream);
 
 }  // namespace lockstep::model

@@ -185,6 +185,17 @@ LOCKSTEP_DEVICE void chain_consume(
         const int stage = chunk & 1;
         const uint32_t parity = chunk & 1;
         const ChunkInfo info = p.chunks[chunk];
+        if (p.checkpoints != nullptr && (chunk & p.checkpoint_mask) == 0) {
+          float* const to =
+              p.checkpoints +
+              ((int64_t{chunk / (p.checkpoint_mask + 1)} * p.row_heads + head) * kDim + 2 * t) *
+                  kDim +
+              column + g;
+#pragma unroll
+          for (int j = 0; j < 16; ++j)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) to[(8 * j + (e & 1)) * kDim + (e >> 1) * 8] = s[4 * j + e];
+        }
 
         // N = U - W S, then O = Q~ S behind it
         const uint64_t w = operand_k_major(shared + kChainA + stage * kStageA);

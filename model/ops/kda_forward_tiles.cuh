@@ -55,6 +55,8 @@ struct Params {
   const int64_t* cu_seqlens;
   const float* initial_state;
   float* final_state;
+  float* checkpoints;   // [windows, row_heads, K, V] states at chunks that are multiples, or null
+  int checkpoint_mask;  // of this plus one (a power of two)
   uint16_t* o;
   // workspace
   unsigned char* tiles;
