@@ -9,9 +9,22 @@
 #include "model/config/numerics.hpp"
 #include "model/seams/param_view.hpp"
 #include "model/seams/sequence.hpp"
+#include "model/seams/tensor_split.hpp"
+#include "model/seams/token_exchange.hpp"
 #include "model/seams/trace.hpp"
 
 namespace lockstep::model {
+
+/// Where the parallel schemes stand in. References stay valid for the whole forward and backward
+/// pass.
+struct Seams {
+  SequenceSeam& sequence;
+  TokenExchange& experts;
+  TensorSplit& tensor;
+
+  /// One process that holds everything.
+  static Seams local();
+};
 
 /// References stay valid for the whole forward and backward pass. `packing` is a private copy: a
 /// layer that is recomputed sees the boundaries its first forward saw, whatever the caller has done
@@ -21,7 +34,7 @@ struct LayerContext {
   const Numerics& num;
   Packing packing;
   ParamView& params;
-  SequenceSeam& sequence;
+  Seams seams;
   TraceSink* trace = nullptr;  ///< may be null
   bool reference = false;      ///< plain reference operators
   const std::vector<Tensor>* replay =
@@ -30,6 +43,10 @@ struct LayerContext {
   /// Passes `value` to the trace if it is wanted.
   void record(const std::string& name, const Tensor& value) const {
     if (trace != nullptr && trace->wants(name)) trace->record(name, value);
+  }
+  /// The same with other parameters.
+  [[nodiscard]] LayerContext with(ParamView& other, TraceSink* sink) const {
+    return {config, num, packing, other, seams, sink, reference, replay};
   }
 };
 

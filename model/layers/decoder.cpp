@@ -3,7 +3,7 @@
 #include "model/layers/dsa_layer.hpp"
 #include "model/layers/kda_layer.hpp"
 #include "model/layers/mlp_layer.hpp"
-#include "model/layers/recompute.hpp"
+#include "model/layers/unit.hpp"
 #include "model/ops/hyper_connection.hpp"
 #include "model/ops/linear.hpp"
 #include "model/ops/norm.hpp"
@@ -32,6 +32,14 @@ Tensor mix(const LayerContext& ctx, const Tensor& y, const Tensor& x, const HcPr
 
 }  // namespace
 
+Seams Seams::local() {
+  // Stateless, so one of each serves everybody.
+  static LocalSequence sequence;
+  static LocalExperts experts;
+  static WholeTensors tensor;
+  return {sequence, experts, tensor};
+}
+
 Tensor block(const LayerContext& ctx, int64_t layer, const Tensor& x_TnD, Tensor& selection) {
   const LayerNames name(ctx, layer);
   const HcPre attn = boundary(ctx, name, x_TnD, "attn_hc", "input_layernorm.weight");
@@ -58,9 +66,17 @@ Tensor run_layers(const LayerContext& ctx,
                   Tensor& selection,
                   const DecoderOptions& options) {
   for (int64_t layer = first; layer < last; ++layer) {
-    x = options.recompute && at::GradMode::is_enabled() ? recomputed_block(ctx, layer, x, selection)
-                                                        : block(ctx, layer, x, selection);
-    ctx.params.release_layer(layer);
+    // The unit may run again in backward: it starts from the selection it was given.
+    const auto chosen = std::make_shared<Tensor>();
+    x = run_unit(ctx,
+                 layer,
+                 x,
+                 options.recompute,
+                 [layer, chosen, before = selection](const LayerContext& inner, const Tensor& in) {
+                   *chosen = before;
+                   return block(inner, layer, in, *chosen);
+                 });
+    selection = *chosen;
     if (options.progress) options.progress(layer + 1, ctx.config.num_hidden_layers);
   }
   return x;
@@ -84,13 +100,14 @@ Tensor finish(const LayerContext& ctx, const Tensor& x_TnD) {
   return h;
 }
 
-Tensor decoder_forward(const LayerContext& ctx, const Tensor& ids, const DecoderOptions& options) {
+Tensor decoder_layers(const LayerContext& ctx, const Tensor& ids, const DecoderOptions& options) {
   check_shape(ids, {ctx.packing.local_tokens()}, "decoder: ids");
+  const Tensor x =
+      run_unit(ctx, kStemUnit, Tensor(), false, [ids](const LayerContext& inner, const Tensor&) {
+        return embed_streams(inner, ids);
+      });
   Tensor selection;
-  return finish(
-      ctx,
-      run_layers(
-          ctx, 0, ctx.config.num_hidden_layers, embed_streams(ctx, ids), selection, options));
+  return run_layers(ctx, 0, ctx.config.num_hidden_layers, x, selection, options);
 }
 
 }  // namespace lockstep::model

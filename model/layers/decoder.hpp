@@ -27,8 +27,9 @@ Tensor run_layers(const LayerContext& ctx,
                   Tensor& selection,
                   const DecoderOptions& options);
 
-/// ids [T] int64 local rows -> final normalised hidden state [T, D] act.
-Tensor decoder_forward(const LayerContext& ctx, const Tensor& ids, const DecoderOptions& options);
+/// ids [T] int64 local rows -> streams after the last layer, [T, n, D] act. The embedding and each
+/// layer are units (see run_unit); the head, finish() and what follows, is the caller's.
+Tensor decoder_layers(const LayerContext& ctx, const Tensor& ids, const DecoderOptions& options);
 
 /// Streams at the start: the embedding copied n times, [T, n, D].
 Tensor embed_streams(const LayerContext& ctx, const Tensor& ids);

@@ -1,5 +1,6 @@
 #include "model/layers/dsa_layer.hpp"
 
+#include "model/layers/split.hpp"
 #include "model/ops/indexer.hpp"
 #include "model/ops/linear.hpp"
 #include "model/ops/norm.hpp"
@@ -24,8 +25,8 @@ Tensor select(const LayerContext& ctx,
                          name.param("self_attn.indexer.k_norm.bias"),
                          num);
   const Tensor gate_local = linear(x, name.param("self_attn.indexer.gate.weight"), num);
-  const Tensor k = ctx.sequence.gather_rows(k_local, name("index keys"));
-  const Tensor gate = ctx.sequence.gather_rows(gate_local, name("index gates"));
+  const Tensor k = ctx.seams.sequence.gather_rows(k_local, name("index keys"));
+  const Tensor gate = ctx.seams.sequence.gather_rows(gate_local, name("index gates"));
   const Tensor ape = name.param("self_attn.indexer.ape");
   const std::vector<int64_t>& cu = ctx.packing.cu_seqlens();
   const Tensor pooled = ctx.reference ? pool_keys_reference(k, gate, ape, cu, cfg.index_kpool, num)
@@ -75,16 +76,22 @@ Tensor dsa_mixer(const LayerContext& ctx, int64_t layer, const Tensor& x_TD, Ten
   }
   name.record("self_attn.indexer", selection);
 
-  const Tensor q = linear(cq_TR, name.param("self_attn.q_b_proj.weight"), num)
-                       .view({tokens, cfg.num_attention_heads, cfg.qk_nope_head_dim});
-  const Tensor latent = ctx.sequence.gather_rows(c_TR, name("latents"));
+  // Heads of this rank.
+  TensorSplit& tensor = ctx.seams.tensor;
+  const Tensor q_b = name.param("self_attn.q_b_proj.weight");
+  const int64_t heads = q_b.size(0) / cfg.qk_nope_head_dim;
+  const Tensor q = linear(tensor.enter(cq_TR, name("queries")), q_b, num)
+                       .view({tokens, heads, cfg.qk_nope_head_dim});
+  const Tensor latent =
+      ctx.seams.sequence.gather_rows(tensor.enter(c_TR, name("latents")), name("latents"));
   const Tensor kv_b = name.param("self_attn.kv_b_proj.weight");
   const Tensor o = ctx.reference
                        ? sparse_mla_reference(q, latent, kv_b, selection, cfg.v_head_dim, num)
                        : sparse_mla(q, latent, kv_b, selection, cfg.v_head_dim, num);
-  return linear(o.reshape({tokens, cfg.num_attention_heads * cfg.v_head_dim}),
-                name.param("self_attn.o_proj.weight"),
-                num);
+  return project_out(ctx,
+                     o.reshape({tokens, heads * cfg.v_head_dim}),
+                     name.param("self_attn.o_proj.weight"),
+                     name("self_attn"));
 }
 
 }  // namespace lockstep::model

@@ -2,6 +2,7 @@
 
 #include <array>
 
+#include "model/layers/split.hpp"
 #include "model/ops/conv.hpp"
 #include "model/ops/kda.hpp"
 #include "model/ops/linear.hpp"
@@ -13,20 +14,25 @@ Tensor kda_mixer(const LayerContext& ctx, int64_t layer, const Tensor& x_TD) {
   const ModelConfig& cfg = ctx.config;
   const Numerics& num = ctx.num;
   const LayerNames name(ctx, layer);
-  const int64_t heads = cfg.linear_num_heads, dim = cfg.linear_head_dim, width = cfg.kda_width();
+  TensorSplit& tensor = ctx.seams.tensor;
+  // Heads of this rank.
+  const Tensor a_log = name.param("self_attn.A_log");
+  const int64_t heads = a_log.size(0), dim = cfg.linear_head_dim, width = heads * dim;
   const int64_t tokens = x_TD.size(0);
   const std::vector<int64_t>& cu = ctx.packing.local_cu_seqlens();
 
+  const Tensor x_in = tensor.enter(x_TD, name("self_attn"));
+
   // The three convolutions share one halo exchange.
-  std::array<Tensor, 3> qkv = {linear(x_TD, name.param("self_attn.q_proj.weight"), num),
-                               linear(x_TD, name.param("self_attn.k_proj.weight"), num),
-                               linear(x_TD, name.param("self_attn.v_proj.weight"), num)};
+  std::array<Tensor, 3> qkv = {linear(x_in, name.param("self_attn.q_proj.weight"), num),
+                               linear(x_in, name.param("self_attn.k_proj.weight"), num),
+                               linear(x_in, name.param("self_attn.v_proj.weight"), num)};
   Tensor halo;
-  if (!ctx.sequence.is_local()) {
-    halo = ctx.sequence.conv_halo(at::cat({qkv[0], qkv[1], qkv[2]}, 1),
-                                  cfg.linear_conv_kernel_dim,
-                                  ctx.packing,
-                                  name("conv halo"));
+  if (!ctx.seams.sequence.is_local()) {
+    halo = ctx.seams.sequence.conv_halo(at::cat({qkv[0], qkv[1], qkv[2]}, 1),
+                                        cfg.linear_conv_kernel_dim,
+                                        ctx.packing,
+                                        name("conv halo"));
   }
   const Tensor conv = name.param("self_attn.conv1d.weight");  // rows q, k, v
   for (size_t i = 0; i < qkv.size(); ++i) {
@@ -37,34 +43,37 @@ Tensor kda_mixer(const LayerContext& ctx, int64_t layer, const Tensor& x_TD) {
                            : conv_silu(qkv[i], weight, cu, part_halo, num);
   }
 
-  const Tensor forget = linear(linear(x_TD, name.param("self_attn.f_a_proj.weight"), num),
-                               name.param("self_attn.f_b_proj.weight"),
-                               num);
+  const auto low_rank = [&](std::string_view gate) {
+    return tensor.enter(
+        linear(x_TD, name.param(fmt::format("self_attn.{}_a_proj.weight", gate)), num),
+        name("self_attn gate"));
+  };
+  const Tensor forget = linear(low_rank("f"), name.param("self_attn.f_b_proj.weight"), num);
   KdaInput in;
   in.q = qkv[0].view({tokens, heads, dim});
   in.k = qkv[1].view({tokens, heads, dim});
   in.v = qkv[2].view({tokens, heads, dim});
   in.f = forget.view({tokens, heads, dim});
-  in.beta_logit = linear(x_TD, name.param("self_attn.b_proj.weight"), num);
-  in.a_log = name.param("self_attn.A_log");
+  in.beta_logit = linear(x_in, name.param("self_attn.b_proj.weight"), num);
+  in.a_log = a_log;
   in.dt_bias = name.param("self_attn.dt_bias");
   in.cu = cu;
   in.lower_bound = cfg.linear_lower_bound;
-  in.initial_state = ctx.sequence.initial_state(
+  in.initial_state = ctx.seams.sequence.initial_state(
       in.q, {heads, dim, dim}, num.acc(), ctx.packing, name("kda state"));
   const KdaOutput out = ctx.reference ? kda_recurrent_reference(in, num) : kda_chunk(in, num);
   const Tensor o_THV =
-      ctx.sequence.hand_over(out.o, out.final_state, ctx.packing, name("kda state"));
+      ctx.seams.sequence.hand_over(out.o, out.final_state, ctx.packing, name("kda state"));
 
-  const Tensor gate = linear(linear(x_TD, name.param("self_attn.g_a_proj.weight"), num),
-                             name.param("self_attn.g_b_proj.weight"),
-                             num)
+  const Tensor gate = linear(low_rank("g"), name.param("self_attn.g_b_proj.weight"), num)
                           .view({tokens, heads, dim});
-  const Tensor norm = name.param("self_attn.o_norm.weight");
+  // One weight for all heads: each rank's gradient is that of its heads.
+  const Tensor norm = tensor.enter(name.param("self_attn.o_norm.weight"), name("self_attn.o_norm"));
   const Tensor y = ctx.reference
                        ? gated_rms_norm_reference(o_THV, gate, norm, cfg.rms_norm_eps, num)
                        : gated_rms_norm(o_THV, gate, norm, cfg.rms_norm_eps, num);
-  return linear(y.reshape({tokens, width}), name.param("self_attn.o_proj.weight"), num);
+  return project_out(
+      ctx, y.reshape({tokens, width}), name.param("self_attn.o_proj.weight"), name("self_attn"));
 }
 
 }  // namespace lockstep::model

@@ -1,14 +1,38 @@
 #include "model/layers/mlp_layer.hpp"
 
+#include "model/layers/split.hpp"
 #include "model/ops/moe.hpp"
 
 namespace lockstep::model {
 namespace {
 
+/// Rows of this rank's experts, in expert order, through them.
+Tensor experts(const LayerContext& ctx, const LayerNames& name, const Dispatched& in) {
+  const Tensor gate_up = name.param("mlp.experts.gate_up_proj"),
+               down = name.param("mlp.experts.down_proj");
+  const auto run = [&](const Tensor& rows, const std::vector<int64_t>& offsets) {
+    return ctx.reference
+               ? grouped_experts_reference(
+                     rows, offsets, gate_up, down, ctx.config.swiglu_limit, ctx.num)
+               : grouped_experts(rows, offsets, gate_up, down, ctx.config.swiglu_limit, ctx.num);
+  };
+  TensorSplit& tensor = ctx.seams.tensor;
+  if (tensor.splits_sums()) return run(in.rows, in.offsets);
+  // Whole experts instead of slices of each.
+  const auto [first, last] = tensor.share(static_cast<int64_t>(in.offsets.size()) - 1);
+  const int64_t begin = in.offsets[static_cast<size_t>(first)];
+  std::vector<int64_t> offsets;
+  for (int64_t e = first; e <= last; ++e)
+    offsets.push_back(in.offsets[static_cast<size_t>(e)] - begin);
+  return tensor.gather_rows(run(in.rows.narrow(0, begin, offsets.back()), offsets),
+                            name("mlp.experts"));
+}
+
 Tensor mixture(const LayerContext& ctx, int64_t layer, const Tensor& x_TD) {
   const ModelConfig& cfg = ctx.config;
   const Numerics& num = ctx.num;
   const LayerNames name(ctx, layer);
+  TensorSplit& tensor = ctx.seams.tensor;
 
   const RouterParams router{.top_k = cfg.num_experts_per_tok,
                             .n_group = cfg.n_group,
@@ -24,23 +48,19 @@ Tensor mixture(const LayerContext& ctx, int64_t layer, const Tensor& x_TD) {
                                         : route(x_TD, gate, bias, replay, router, num);
   name.record("mlp.gate.experts", routing.experts);
 
+  const Tensor x = tensor.enter(x_TD, name("mlp"));
+  const Tensor weights =
+      tensor.splits_sums() ? tensor.enter(routing.weights, name("mlp.gate")) : routing.weights;
   const ExpertOrder order = order_by_expert(routing.experts, cfg.n_routed_experts);
-  const Tensor rows = gather_rows(x_TD, order, num);
-  const Tensor gate_up = name.param("mlp.experts.gate_up_proj"),
-               down = name.param("mlp.experts.down_proj");
+  const Dispatched there =
+      ctx.seams.experts.dispatch(gather_rows(x, order, num), order.offsets, name("mlp dispatch"));
   const Tensor out =
-      ctx.reference
-          ? grouped_experts_reference(rows, order.offsets, gate_up, down, cfg.swiglu_limit, num)
-          : grouped_experts(rows, order.offsets, gate_up, down, cfg.swiglu_limit, num);
-  const Tensor routed = ctx.reference ? combine_experts_reference(out, order, routing.weights, num)
-                                      : combine_experts(out, order, routing.weights, num);
-  if (cfg.n_shared_experts == 0) return routed;
-  return routed + swiglu_mlp(x_TD,
-                             name.param("mlp.shared_experts.gate_proj.weight"),
-                             name.param("mlp.shared_experts.up_proj.weight"),
-                             name.param("mlp.shared_experts.down_proj.weight"),
-                             cfg.swiglu_limit,
-                             num);
+      ctx.seams.experts.combine(experts(ctx, name, there), there, name("mlp combine"));
+  Tensor y = ctx.reference ? combine_experts_reference(out, order, weights, num)
+                           : combine_experts(out, order, weights, num);
+  if (cfg.n_shared_experts > 0)
+    y = y + split_mlp(ctx, x, name("mlp.shared_experts."), name("mlp.shared_experts"));
+  return tensor.splits_sums() ? tensor.leave(y, name("mlp")) : y;
 }
 
 }  // namespace
@@ -49,12 +69,9 @@ Tensor mlp(const LayerContext& ctx, int64_t layer, const Tensor& x_TD) {
   if (ctx.config.mlps[static_cast<size_t>(layer)] == MlpKind::kMoe)
     return mixture(ctx, layer, x_TD);
   const LayerNames name(ctx, layer);
-  return swiglu_mlp(x_TD,
-                    name.param("mlp.gate_proj.weight"),
-                    name.param("mlp.up_proj.weight"),
-                    name.param("mlp.down_proj.weight"),
-                    ctx.config.swiglu_limit,
-                    ctx.num);
+  TensorSplit& tensor = ctx.seams.tensor;
+  const Tensor y = split_mlp(ctx, tensor.enter(x_TD, name("mlp")), name("mlp."), name("mlp"));
+  return tensor.splits_sums() ? tensor.leave(y, name("mlp")) : y;
 }
 
 }  // namespace lockstep::model

@@ -69,7 +69,10 @@ void wait(MPI_Request& request,
     int done = 0;
     check(MPI_Test(&request, &done, MPI_STATUS_IGNORE), g, what, call);
     if (done != 0) return;
-    if (polls < 2000) continue;
+    if (polls < 2000) {
+      if (polls > 20) std::this_thread::yield();
+      continue;
+    }
     const auto waited = std::chrono::duration_cast<std::chrono::milliseconds>(
                             std::chrono::steady_clock::now() - start)
                             .count();
@@ -226,11 +229,35 @@ int64_t Group::all_reduce_max(int64_t value, std::string_view what) const {
   return *std::max_element(all.begin(), all.end());
 }
 
-Tensor Group::all_gather_rows(const Tensor& local,
-                              const std::vector<int64_t>& rows,
-                              std::string_view what) const {
+struct Pending::Impl {
+  std::shared_ptr<GroupImpl> group;
+  Tensor local, all;
+  MPI_Request request = MPI_REQUEST_NULL;
+  std::string what;
+};
+
+Pending::Pending(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+Pending::Pending(Pending&&) noexcept = default;
+Pending& Pending::operator=(Pending&&) noexcept = default;
+Pending::~Pending() = default;
+
+Tensor Pending::wait() {
+  const std::unique_ptr<Impl> done = std::move(impl_);
+  if (done->request != MPI_REQUEST_NULL)
+    lockstep::parallel::wait(
+        done->request, *done->group, done->what, "all-gather", "at least one peer");
+  return done->all;
+}
+
+Pending Group::all_gather_rows_start(const Tensor& local,
+                                     const std::vector<int64_t>& rows,
+                                     std::string_view what) const {
   const GroupImpl& g = *impl_;
-  if (g.size == 1) return local;
+  auto pending = std::make_unique<Pending::Impl>();
+  pending->group = impl_;
+  pending->local = pending->all = local;
+  pending->what = what;
+  if (g.size == 1) return Pending(std::move(pending));
   check_tensor(local, g, what);
   LOCKSTEP_CHECK(
       static_cast<int>(rows.size()) == g.size && local.size(0) == rows[static_cast<size_t>(g.rank)],
@@ -242,24 +269,52 @@ Tensor Group::all_gather_rows(const Tensor& local,
   const Counts in = counts_of(rows);
   std::vector<int64_t> sizes = local.sizes().vec();
   sizes[0] = in.start.back() + in.count.back();
-  Tensor all = at::empty(sizes, local.options().requires_grad(false));
-  if (all.numel() == 0) return all;
+  pending->all = at::empty(sizes, local.options().requires_grad(false));
+  if (pending->all.numel() == 0) return Pending(std::move(pending));
   const RowType type(row_bytes(local));
-  MPI_Request request = MPI_REQUEST_NULL;
   check(MPI_Iallgatherv(local.const_data_ptr(),
                         in.count[static_cast<size_t>(g.rank)],
                         type.get(),
-                        all.mutable_data_ptr(),
+                        pending->all.mutable_data_ptr(),
                         in.count.data(),
                         in.start.data(),
                         type.get(),
                         g.comm,
-                        &request),
+                        &pending->request),
         g,
         what,
         "all-gather");
-  wait(request, g, what, "all-gather", "at least one peer");
-  return all;
+  return Pending(std::move(pending));
+}
+
+Tensor Group::all_gather_rows(const Tensor& local,
+                              const std::vector<int64_t>& rows,
+                              std::string_view what) const {
+  return all_gather_rows_start(local, rows, what).wait();
+}
+
+Tensor Group::all_to_all_rows(const Tensor& rows,
+                              const std::vector<int64_t>& send_rows,
+                              const std::vector<int64_t>& recv_rows,
+                              std::string_view what) const {
+  const GroupImpl& g = *impl_;
+  if (g.size == 1) return rows;
+  check_tensor(rows, g, what);
+  const Counts out = counts_of(send_rows), in = counts_of(recv_rows);
+  LOCKSTEP_CHECK(static_cast<int>(send_rows.size()) == g.size &&
+                     static_cast<int>(recv_rows.size()) == g.size &&
+                     rows.size(0) == out.start.back() + out.count.back(),
+                 kInternal,
+                 "{}: {} rows to send, the plan says {} over {} ranks",
+                 where(g, what),
+                 rows.size(0),
+                 out.start.back() + out.count.back(),
+                 send_rows.size());
+  std::vector<int64_t> sizes = rows.sizes().vec();
+  sizes[0] = in.start.back() + in.count.back();
+  Tensor received = at::empty(sizes, rows.options().requires_grad(false));
+  exchange(g, rows.const_data_ptr(), out, received.mutable_data_ptr(), in, row_bytes(rows), what);
+  return received;
 }
 
 Tensor Group::reduce_scatter_rows(const Tensor& global,

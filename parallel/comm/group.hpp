@@ -14,6 +14,21 @@ namespace lockstep::parallel {
 
 struct GroupImpl;
 
+/// A collective on its way. wait() gives its result; a pending call must be waited for before its
+/// group goes. Move-only.
+class Pending {
+ public:
+  struct Impl;
+  explicit Pending(std::unique_ptr<Impl> impl);
+  Pending(Pending&&) noexcept;
+  Pending& operator=(Pending&&) noexcept;
+  ~Pending();
+  Tensor wait();
+
+ private:
+  std::unique_ptr<Impl> impl_;
+};
+
 /// Ranks that communicate. Every call names `what` (such as "layer 3 kda state"), has a deadline,
 /// and throws kComm naming group, call, peer and time waited when it passes. Tensors are contiguous
 /// and on the CPU; others are refused.
@@ -45,6 +60,16 @@ class Group {
   [[nodiscard]] Tensor reduce_scatter_rows(const Tensor& global,
                                            const std::vector<int64_t>& rows,
                                            std::string_view what) const;
+  /// The same, started: `local` is kept alive until it is waited for.
+  [[nodiscard]] Pending all_gather_rows_start(const Tensor& local,
+                                              const std::vector<int64_t>& rows,
+                                              std::string_view what) const;
+  /// send_rows[r] rows of `rows` to each rank r, in rank order; returns what every rank sent here
+  /// (recv_rows[r] rows from r), in rank order. Counts must agree pairwise; any may be 0.
+  [[nodiscard]] Tensor all_to_all_rows(const Tensor& rows,
+                                       const std::vector<int64_t>& send_rows,
+                                       const std::vector<int64_t>& recv_rows,
+                                       std::string_view what) const;
   /// One integer of every rank.
   [[nodiscard]] std::vector<int64_t> all_gather(int64_t value, std::string_view what) const;
 

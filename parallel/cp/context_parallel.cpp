@@ -206,12 +206,6 @@ class ContextParallel final : public model::SequenceSeam {
 
 }  // namespace
 
-std::vector<int64_t> even_cuts(int64_t tokens, int64_t size) {
-  std::vector<int64_t> cuts;
-  for (int64_t r = 0; r <= size; ++r) cuts.push_back(tokens * r / size);
-  return cuts;
-}
-
 std::unique_ptr<model::SequenceSeam> context_parallel(const Group& group,
                                                       std::vector<int64_t> cuts) {
   LOCKSTEP_CHECK(static_cast<int64_t>(cuts.size()) == group.size() + 1 && cuts.front() == 0 &&

@@ -9,10 +9,6 @@
 
 namespace lockstep::parallel {
 
-/// Near-even contiguous cuts of `tokens` over `size` ranks: {0, ..., tokens}, size + 1 entries.
-/// Ranks may get 0 tokens.
-std::vector<int64_t> even_cuts(int64_t tokens, int64_t size);
-
 /// The seam of a row cut at `cuts` (rank r of `group` holds rows [cuts[r], cuts[r + 1]); any sizes,
 /// 0 included). State is handed from rank to rank, so its value is the serial recurrence's. The
 /// group must outlive every graph built with the seam. Volume per call and rank: gather_rows sends

@@ -1,19 +1,17 @@
 #include "parallel/mesh/mesh.hpp"
 
+#include <algorithm>
+
 namespace lockstep::parallel {
 
 Mesh Mesh::single() {
   Mesh mesh;
-  mesh.cp_ = mesh.all_ = std::make_shared<const Group>(Group::single());
+  mesh.groups_.fill(std::make_shared<const Group>(Group::single()));
   return mesh;
 }
 
 Mesh Mesh::create(const Group& world, const model::Topology& topology) {
   model::validate(topology);
-  LOCKSTEP_CHECK(topology.dp == 1 && topology.fsdp == 1 && topology.tp == 1 && topology.ep == 1,
-                 kMesh,
-                 "topology {}: this version splits the sequence only; use cp=N",
-                 model::to_string(topology));
   const int64_t needed = topology.num_ranks();
   LOCKSTEP_CHECK(needed <= world.size(),
                  kMesh,
@@ -25,9 +23,14 @@ Mesh Mesh::create(const Group& world, const model::Topology& topology) {
   Mesh mesh;
   mesh.topology_ = topology;
   mesh.active_ = world.rank() < needed;
-  mesh.all_ =
-      std::make_shared<const Group>(world.split(mesh.active_ ? 0 : -1, world.rank(), "run"));
-  mesh.cp_ = mesh.all_;
+  if (mesh.active_) mesh.place_ = coordinates(topology, world.rank());
+  for (const Circle circle : kCircles) {
+    // Ranks of one circle agree on its first member.
+    const int64_t color =
+        mesh.active_ ? members(topology, circle, world.rank()).front() : int64_t{-1};
+    mesh.groups_[static_cast<size_t>(circle)] = std::make_shared<const Group>(
+        world.split(color, world.rank(), std::string(circle_name(circle))));
+  }
   return mesh;
 }
 

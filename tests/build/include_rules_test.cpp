@@ -18,7 +18,15 @@ using Rooms = std::set<std::string>;
 
 const Rooms kModel = {
     "model/base", "model/config", "model/checkpoint", "model/ops", "model/seams", "model/layers"};
-const Rooms kParallel = {"parallel/comm", "parallel/mesh", "parallel/cp", "parallel/plan"};
+const Rooms kScheme = {
+    "model/base", "model/config", "model/seams", "parallel/mesh", "parallel/comm"};
+const Rooms kParallel = {"parallel/comm",
+                         "parallel/mesh",
+                         "parallel/fsdp",
+                         "parallel/ep",
+                         "parallel/cp",
+                         "parallel/tp",
+                         "parallel/plan"};
 
 Rooms operator+(Rooms a, const Rooms& b) {
   a.insert(b.begin(), b.end());
@@ -39,8 +47,10 @@ const std::map<std::string, Rooms>& law() {
        {"model/base", "model/config", "model/checkpoint", "model/ops", "model/seams"}},
       {"parallel/comm", {"model/base"}},
       {"parallel/mesh", {"model/base", "model/config", "parallel/comm"}},
-      {"parallel/cp",
-       {"model/base", "model/config", "model/seams", "parallel/mesh", "parallel/comm"}},
+      {"parallel/fsdp", kScheme},
+      {"parallel/ep", kScheme},
+      {"parallel/cp", kScheme},
+      {"parallel/tp", kScheme},
       {"parallel/plan", kModel + kParallel},
       {"harness/trainer", kModel + Rooms{"parallel/mesh", "parallel/plan"}},
       {"harness/result", {"model/base", "model/config", "golden/store", "golden/compare"}},

@@ -2,14 +2,14 @@
 // only, layers that share a selection.
 #include <gtest/gtest.h>
 
-#include "harness/trainer/parameters.hpp"
 #include "harness/trainer/trainer.hpp"
 #include "model/base/seeded.hpp"
 #include "model/config/config_json.hpp"
 #include "model/layers/kda_layer.hpp"
-#include "parallel/plan/sequence_plan.hpp"
+#include "parallel/plan/plan.hpp"
 #include "tests/rank/world.hpp"
 #include "tests/support/compare.hpp"
+#include "tests/support/leaf_parameters.hpp"
 
 namespace lockstep::tests {
 namespace {
@@ -34,18 +34,19 @@ LayerGrads kda_layer_grads(const parallel::Mesh& mesh,
                            bool break_gate = false) {
   const auto source = model::seeded_source(model::preset_config("tiny"), 3);
   const model::Numerics num = model::Numerics::policy("float32");
-  harness::ResidentParameters params(*source, num, true);
+  LeafParameters params(*source, num, true);
   if (break_gate) {
     const at::NoGradGuard no_grad;
     Tensor a_log = params.get("layers.1.self_attn.A_log");
     a_log.copy_(a_log[0].expand_as(a_log).clone());
   }
-  const parallel::SequencePlan plan = parallel::plan_sequence(mesh, row.global_tokens(), {});
+  const parallel::ParallelPlan schemes(source->config(), num, mesh, row, {});
+  const parallel::TokenPlan& plan = schemes.tokens();
   const model::LayerContext ctx{.config = source->config(),
                                 .num = num,
-                                .packing = row.shard(plan.begin, plan.end),
+                                .packing = plan.packing,
                                 .params = params,
-                                .sequence = *plan.seam};
+                                .seams = schemes.seams()};
   const int64_t tokens = row.global_tokens(), hidden = source->config().hidden_size;
   const auto rows = [&](const char* name) {
     const std::vector<float> values = seeded_uniform(5, name, tokens * hidden);
@@ -59,7 +60,7 @@ LayerGrads kda_layer_grads(const parallel::Mesh& mesh,
   (model::kda_mixer(ctx, 1, x) * rows("w")).sum().backward();
   LayerGrads grads{x.grad(), {}, plan.begin};
   for (const auto& [name, leaf] : params.leaves()) {
-    if (!name.starts_with("layers.1.self_attn.")) continue;
+    if (!name.starts_with("layers.1.self_attn.") || !leaf.grad().defined()) continue;
     Tensor grad = leaf.grad().clone();
     mesh.cp().all_reduce_sum(grad, name);
     grads.params.emplace(name, grad);

@@ -5,11 +5,11 @@
 #include <ATen/Parallel.h>
 #include <gtest/gtest.h>
 
-#include "harness/trainer/parameters.hpp"
 #include "harness/trainer/trace.hpp"
 #include "model/config/config_json.hpp"
 #include "model/layers/decoder.hpp"
 #include "tests/support/compare.hpp"
+#include "tests/support/leaf_parameters.hpp"
 
 namespace lockstep::tests {
 namespace {
@@ -208,14 +208,13 @@ TEST(Trainer, GradientsAgreeWithFiniteDifferencesOfTheLoss) {
 
 TEST(Trainer, B56CuttingTheStackGivesTheBytesOfOneRun) {
   const model::Numerics num = model::Numerics::policy("fsdp-bf16");
-  harness::ResidentParameters params(*tiny(), num, false);
-  model::LocalSequence local;
+  LeafParameters params(*tiny(), num, false);
   const Documents docs = documents({30, 0, 9});
   const model::LayerContext ctx{.config = tiny()->config(),
                                 .num = num,
                                 .packing = docs.packing,
                                 .params = params,
-                                .sequence = local};
+                                .seams = model::Seams::local()};
   const at::NoGradGuard no_grad;
   const int64_t layers = tiny()->config().num_hidden_layers;
   Tensor selection;

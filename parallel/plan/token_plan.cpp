@@ -1,0 +1,76 @@
+#include "parallel/plan/token_plan.hpp"
+
+#include <algorithm>
+
+#include "model/base/error.hpp"
+
+namespace lockstep::parallel {
+namespace {
+
+/// Documents [result[d], result[d + 1]) go to data rank d: where a document's middle falls.
+std::vector<int64_t> document_cuts(const Packing& batch, int64_t data_ranks) {
+  const std::vector<int64_t>& cu = batch.cu_seqlens();
+  const int64_t tokens = batch.global_tokens();
+  std::vector<int64_t> cuts(static_cast<size_t>(data_ranks) + 1, batch.num_documents());
+  cuts[0] = 0;
+  for (int64_t doc = batch.num_documents() - 1; doc >= 0; --doc) {
+    const auto i = static_cast<size_t>(doc);
+    const int64_t owner =
+        tokens == 0 ? 0 : std::min((cu[i] + cu[i + 1]) * data_ranks / (2 * tokens), data_ranks - 1);
+    for (int64_t d = owner + 1; d <= data_ranks; ++d)
+      cuts[static_cast<size_t>(d)] = std::max(cuts[static_cast<size_t>(d)], doc + 1);
+    for (int64_t d = 1; d <= owner; ++d)
+      cuts[static_cast<size_t>(d)] = std::min(cuts[static_cast<size_t>(d)], doc);
+  }
+  return cuts;
+}
+
+}  // namespace
+
+TokenPlan plan_tokens(const model::Topology& topology,
+                      const Coordinates& place,
+                      const Packing& batch,
+                      const std::vector<int64_t>& cuts) {
+  const int64_t data_ranks = topology.dp * topology.fsdp;
+  const std::vector<int64_t>& cu = batch.cu_seqlens();
+  LOCKSTEP_CHECK(cuts.empty() || data_ranks == 1,
+                 kMesh,
+                 "tokens: cuts were given for one row, but {} has {} rows; leave them out",
+                 model::to_string(topology),
+                 data_ranks);
+  const std::vector<int64_t> documents = document_cuts(batch, data_ranks);
+  const int64_t mine = place.dp * topology.fsdp + place.fsdp;
+  TokenPlan plan;
+  for (int64_t d = 0; d < data_ranks; ++d) {
+    const auto first = static_cast<size_t>(documents[static_cast<size_t>(d)]),
+               last = static_cast<size_t>(documents[static_cast<size_t>(d) + 1]);
+    const int64_t tokens = cu[last] - cu[first];
+    const std::vector<int64_t> row_cuts = cuts.empty() ? even_cuts(tokens, topology.cp) : cuts;
+    LOCKSTEP_CHECK(static_cast<int64_t>(row_cuts.size()) == topology.cp + 1 &&
+                       row_cuts.front() == 0 && row_cuts.back() == tokens &&
+                       std::is_sorted(row_cuts.begin(), row_cuts.end()),
+                   kMesh,
+                   "tokens: {} cuts from {} to {} do not fit cp = {} and {} tokens; give cp + 1 "
+                   "rows from 0 to the number of tokens",
+                   row_cuts.size(),
+                   row_cuts.front(),
+                   row_cuts.back(),
+                   topology.cp,
+                   tokens);
+    for (size_t r = 0; r + 1 < row_cuts.size(); ++r)
+      plan.rows.push_back(row_cuts[r + 1] - row_cuts[r]);
+    if (d != mine) continue;
+    std::vector<int64_t> row_cu;
+    for (size_t i = first; i <= last; ++i) row_cu.push_back(cu[i] - cu[first]);
+    const auto cp = static_cast<size_t>(place.cp);
+    plan.packing = Packing::whole(std::move(row_cu));
+    if (topology.cp > 1) plan.packing = plan.packing.shard(row_cuts[cp], row_cuts[cp + 1]);
+    plan.cuts = row_cuts;
+    plan.row_begin = cu[first];
+    plan.begin = cu[first] + row_cuts[cp];
+    plan.end = cu[first] + row_cuts[cp + 1];
+  }
+  return plan;
+}
+
+}  // namespace lockstep::parallel

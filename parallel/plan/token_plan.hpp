@@ -1,0 +1,31 @@
+// Which tokens of a batch each rank holds.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "model/base/packing.hpp"
+#include "model/config/topology.hpp"
+#include "parallel/mesh/layout.hpp"
+
+namespace lockstep::parallel {
+
+/// Documents, whole and in order, go to the dp x fsdp ranks near-evenly by tokens; each such row of
+/// documents is cut over its cp ranks. So the ranks of the tokens circle, in order, hold the batch
+/// in order, and ranks of one tp circle hold the same tokens.
+struct TokenPlan {
+  Packing packing = Packing::whole({0});  ///< this rank's row, and the part of it held here
+  std::vector<int64_t> cuts;   ///< of this row over cp: rank r holds rows [cuts[r], cuts[r + 1])
+  int64_t row_begin = 0;       ///< first token of this row in the batch
+  int64_t begin = 0, end = 0;  ///< tokens held here, counted in the batch
+  std::vector<int64_t> rows;   ///< tokens of each rank of the tokens circle
+};
+
+/// `batch`: the whole batch. cuts empty: near-even; else the cuts of the one row (dp x fsdp must be
+/// 1). Throws kMesh when cuts do not fit.
+TokenPlan plan_tokens(const model::Topology& topology,
+                      const Coordinates& place,
+                      const Packing& batch,
+                      const std::vector<int64_t>& cuts);
+
+}  // namespace lockstep::parallel

@@ -1,0 +1,123 @@
+// Every topology of this many ranks against one process: logits, loss and every gradient, on every
+// rank.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+
+#include "harness/trainer/trainer.hpp"
+#include "model/config/config_json.hpp"
+#include "parallel/mesh/layout.hpp"
+#include "tests/rank/world.hpp"
+#include "tests/support/compare.hpp"
+
+namespace lockstep::tests {
+namespace {
+
+using harness::Documents;
+using harness::TrainerResult;
+using model::Topology;
+
+std::shared_ptr<const model::WeightSource> tiny() {
+  static const std::shared_ptr<const model::WeightSource> source =
+      model::seeded_source(model::preset_config("tiny"), 7);
+  return source;
+}
+
+/// Every product of axes with this number of ranks, and every ep that divides fsdp x cp.
+std::vector<Topology> topologies(int64_t ranks, int64_t max_tp) {
+  std::vector<Topology> all;
+  for (int64_t dp = 1; dp <= ranks; ++dp) {
+    for (int64_t fsdp = 1; dp * fsdp <= ranks; ++fsdp) {
+      for (int64_t cp = 1; dp * fsdp * cp <= ranks; ++cp) {
+        if (ranks % (dp * fsdp * cp) != 0) continue;
+        const int64_t tp = ranks / (dp * fsdp * cp);
+        if (tp > max_tp) continue;
+        for (int64_t ep = 1; ep <= fsdp * cp; ++ep) {
+          if (fsdp * cp % ep == 0) all.push_back({dp, fsdp, cp, tp, ep});
+        }
+      }
+    }
+  }
+  return all;
+}
+
+TrainerResult run(const Documents& docs,
+                  const model::Numerics& num,
+                  const parallel::Mesh& mesh,
+                  bool recompute = false) {
+  harness::TrainerOptions options;
+  options.numerics = num;
+  options.grads = true;
+  options.recompute = recompute;
+  return harness::Trainer(tiny(), options, mesh).run(docs);
+}
+
+void expect_equal(const TrainerResult& split,
+                  const TrainerResult& one,
+                  double limit,
+                  const std::string& what) {
+  const int64_t rows = split.local_logits.size(0);
+  EXPECT_LE(rel_l2(split.local_logits, one.logits.narrow(0, split.local_begin, rows)), limit)
+      << what << ": local logits";
+  EXPECT_LE(rel_l2(split.logits, one.logits), limit) << what << ": gathered logits";
+  EXPECT_NEAR(split.loss, one.loss, limit * std::abs(one.loss)) << what;
+  ASSERT_EQ(split.grads.size(), one.grads.size());
+  const auto [distance, name] = worst(split.grads, one.grads);
+  EXPECT_LE(distance, limit) << what << ": gradient of " << name;
+}
+
+/// Lengths from a seed: up to 7 documents of 0 to 40 tokens.
+Documents random_pack(uint64_t seed) {
+  std::vector<int64_t> lengths;
+  uint64_t state = seed * 6364136223846793005ULL + 1442695040888963407ULL;
+  const auto next = [&](uint64_t below) {
+    state = state * 6364136223846793005ULL + 1442695040888963407ULL;
+    return static_cast<int64_t>((state >> 33) % below);
+  };
+  for (int64_t n = 1 + next(7); n > 0; --n) lengths.push_back(next(4) == 0 ? next(3) : next(41));
+  return harness::random_documents(lengths, tiny()->config().vocab_size, 0, seed);
+}
+
+TEST(Topologies, EveryProductOfAxesEqualsOneProcessInFloat64) {
+  const model::Numerics num = model::Numerics::policy("float64");
+  uint64_t seed = 1;
+  for (const Topology& topology : topologies(world().size(), 4)) {
+    const parallel::Mesh mesh = parallel::Mesh::create(world(), topology);
+    const Documents docs = random_pack(seed++);
+    expect_equal(run(docs, num, mesh),
+                 run(docs, num, parallel::Mesh::single()),
+                 1e-11,
+                 model::to_string(topology) + fmt::format(" pack {}", seed - 1));
+  }
+}
+
+TEST(Topologies, SplitSumsEqualOneProcessInFloat64) {
+  model::Numerics num = model::Numerics::policy("float64");
+  num.set("D61", "tp");
+  uint64_t seed = 101;
+  for (const Topology& topology : topologies(world().size(), 4)) {
+    if (topology.tp == 1) continue;
+    const parallel::Mesh mesh = parallel::Mesh::create(world(), topology);
+    const Documents docs = random_pack(seed++);
+    expect_equal(run(docs, num, mesh),
+                 run(docs, num, parallel::Mesh::single()),
+                 1e-11,
+                 model::to_string(topology));
+  }
+}
+
+TEST(Topologies, RecomputeGivesTheSameBytes) {
+  const model::Numerics num = model::Numerics::policy("fsdp-fp32-islands");
+  const std::vector<Topology> all = topologies(world().size(), 2);
+  for (const Topology& topology : {all.front(), all[all.size() / 2], all.back()}) {
+    const parallel::Mesh mesh = parallel::Mesh::create(world(), topology);
+    const Documents docs = random_pack(5);
+    const TrainerResult kept = run(docs, num, mesh), again = run(docs, num, mesh, true);
+    EXPECT_TRUE(same_bytes(kept.logits, again.logits)) << model::to_string(topology);
+    for (const auto& [name, grad] : kept.grads)
+      EXPECT_TRUE(same_bytes(again.grads.at(name), grad)) << model::to_string(topology) << name;
+  }
+}
+
+}  // namespace
+}  // namespace lockstep::tests
