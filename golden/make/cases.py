@@ -61,4 +61,7 @@ CASES = {
     "one_kda": _case("a single KDA layer with a dense MLP", [131, 2], layer_types=[K], mlp_layer_types=["dense"], **SMALL),
     "one_dsa": _case("a single sparse-attention layer with experts", [131, 2], layer_types=[D], mlp_layer_types=["sparse"], **SMALL),
     "deep": _case("8 layers: errors that grow with depth", [70, 26], layer_types=[K, K, K, D] * 2, **SMALL),
+    # Weights and configuration are those of the checkpoint that make_hf_checkpoint.py lets transformers write.
+    "hf-tiny": dict(description="a composite checkpoint written by transformers' save_pretrained, in both of its forms",
+                    documents=[50, 1, 29, 7, 64], carry=False, checkpoint="released"),
 }

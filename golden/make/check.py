@@ -3,7 +3,9 @@
 1. A checkpoint written under released names and read by transformers' own from_pretrained, as a composite model in bfloat16 and float32,
    gives exactly the parameters and dtypes that reference.py builds, and the same logits.
 2. The FP8 indexer reproduces the bytes, scale and roundings that an engine's GPU kernels were seen to give.
-3. The float64 run differs from a float32 run by float32's error, and its own sums do not depend on the order of hidden channels.
+3. The stored checkpoint hf-tiny, read by from_pretrained in both of its forms, gives the parameters and logits that reference.py computes for
+   the case of that name, and is what make_hf_checkpoint.py writes.
+4. The float64 run differs from a float32 run by float32's error, and its own sums do not depend on the order of hidden channels.
 """
 import json
 import os
@@ -21,6 +23,7 @@ from transformers import Glm5NextConfig, Glm5NextForConditionalGeneration
 
 import indexer_fp8 as fp8
 import make_goldens as make
+import make_hf_checkpoint
 import seeded
 import weights as W
 from cases import CASES
@@ -47,6 +50,10 @@ def from_pretrained_agrees(name, precision):
         config["architectures"] = ["Glm5NextForConditionalGeneration"]
         (pathlib.Path(d) / "config.json").write_text(json.dumps(config))
         model = Glm5NextForConditionalGeneration.from_pretrained(d, dtype=DTYPES[precision], attn_implementation="eager", experts_implementation="eager")
+    same_as_reference(model, case, weights, docs, name, precision)
+
+
+def same_as_reference(model, case, weights, docs, name, precision):
     body = model.model.language_model
     for c in (model.config, model.config.text_config):
         c._attn_implementation = c._experts_implementation = "eager"
@@ -62,6 +69,18 @@ def from_pretrained_agrees(name, precision):
     want = ours.forward(docs, grads=False)["logits"]
     assert torch.equal(got, want), (name, precision, (got - want).abs().max())
     print(f"from_pretrained: {name} {precision}: {len(mine)} tensors and {tuple(got.shape)} logits equal")
+
+
+def hf_tiny_agrees(precision):
+    case = dict(CASES["hf-tiny"])
+    weights = make.fill_case(case, 1)
+    stored = make.HERE.parent / "data" / "hf-tiny"
+    text, read = make_hf_checkpoint.read(stored / case["checkpoint"])
+    assert text == case["config_text"] and read.keys() == weights.keys() and all(torch.equal(read[k], weights[k]) for k in read)
+    for form, _ in make_hf_checkpoint.FORMS:
+        model = Glm5NextForConditionalGeneration.from_pretrained(
+            stored / form, dtype=DTYPES[precision], attn_implementation="eager", experts_implementation="eager")
+        same_as_reference(model, case, weights, make.documents_of(case, 1), f"hf-tiny/{form}", precision)
 
 
 def fp8_numbers():
@@ -99,4 +118,5 @@ if __name__ == "__main__":
     for precision in ("f32", "bf16"):
         for name in ("tiny", "softplus", "shared"):
             from_pretrained_agrees(name, precision)
+        hf_tiny_agrees(precision)
     sys.exit(0)

@@ -5,6 +5,7 @@
 --quick    float64 only, no spread: for checks at fresh seeds that need no noise floor
 """
 import argparse
+import dataclasses
 import hashlib
 import json
 import math
@@ -13,6 +14,7 @@ import pathlib
 import platform
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 
@@ -24,6 +26,7 @@ import torch
 import transformers
 
 import indexer_fp8
+import make_hf_checkpoint
 import seeded
 import sketch
 import weights as W
@@ -43,10 +46,27 @@ def documents_of(case: dict, seed: int) -> list:
     return list(ids.split(lengths))
 
 
+def fill_case(case: dict, seed: int) -> dict:
+    """Adds the case's configuration and tensor table for this seed, where the case has none of its own, and returns its weights."""
+    if "checkpoint" not in case:
+        case["specs"] = W.table(case["config"])
+        return W.make(case["specs"], seed)
+    with tempfile.TemporaryDirectory() as d:
+        make_hf_checkpoint.write(pathlib.Path(d), seed)
+        case["config_text"], weights = make_hf_checkpoint.read(pathlib.Path(d) / case["checkpoint"])
+    case["config"] = {k: v for k, v in json.loads(case["config_text"])["text_config"].items() if k != "dtype"}
+    dtypes = {torch.bfloat16: "BF16", torch.float32: "F32"}
+    case["specs"] = [dataclasses.replace(s, dtype=dtypes[weights[s.name].dtype]) for s in W.table(case["config"])]
+    shapes = {k: tuple(t.shape) for k, t in weights.items()}
+    if shapes != {s.name: s.shape for s in case["specs"]}:
+        raise RuntimeError("the checkpoint holds other tensors than its configuration asks for")
+    return weights
+
+
 def find_seed(case: dict, first: int) -> tuple:
     """First seed whose smallest top-k gap is at least 10 times the float32 score error and 1e-5."""
     for seed in range(first, first + 200):
-        weights = W.make(case["specs"], seed)
+        weights = fill_case(case, seed)
         docs = documents_of(case, seed)
         wide = Reference(case, weights, "f64")
         wide.forward(docs, grads=False)
@@ -84,10 +104,10 @@ def hidden_activation(name: str, width: int, D: int, n: int) -> int:
     return n if name.removeprefix("layers.").isdigit() else 0
 
 
-def spread_of(case: dict, weights: dict, docs: list, want: dict, precision: str, replay: dict | None = None) -> dict:
-    """Error of five equally valid runs: the model as it is and with its hidden channels in four other orders."""
+def spread_of(case: dict, weights: dict, docs: list, want: dict, precision: str, replay: dict | None = None, runs: int = SPREAD_RUNS) -> dict:
+    """Error of `runs` equally valid runs: the model as it is and with its hidden channels in other orders."""
     D, n, errors = case["config"]["hidden_size"], case["config"]["hc_mult"], {}
-    for r in range(SPREAD_RUNS):
+    for r in range(runs):
         order = torch.arange(D) if r == 0 else torch.from_numpy(np.argsort(seeded.uniform(r, "hidden-order", D), kind="stable"))
         back = torch.argsort(order)
         run = Reference(case, W.permute_hidden(case["specs"], weights, order), precision).forward(docs, grads=True, replay=replay)
@@ -163,14 +183,17 @@ def write_case(path: pathlib.Path, name: str, case: dict, seed, weights, docs, g
         f.attrs["weights_sha256"] = np.bytes_(W.sha256(specs, weights))
         for k in gap:
             f.attrs[f"min_gap_{k}"], f.attrs[f"f32_score_error_{k}"] = np.float64(gap[k]), np.float64(error[k])
-        put(f, "config", np.frombuffer(json.dumps(case["config"]).encode(), dtype=np.uint8))
+        put(f, "config", np.frombuffer(case.get("config_text", json.dumps(case["config"])).encode(), dtype=np.uint8))
         put(f, "documents/ids", torch.cat(docs).numpy())
         put(f, "documents/cu_seqlens", np.concatenate([[0], np.cumsum([len(d) for d in docs])]).astype(np.int64))
-        w = f.create_group("weights")
-        put(w, "names", strings(s.name for s in specs))
-        put(w, "dtypes", strings(s.dtype for s in specs))
-        put(w, "shapes", np.array([list(s.shape) + [-1] * (3 - len(s.shape)) for s in specs], dtype=np.int64))
-        put(w, "rules", np.array([[s.offset, s.amplitude] for s in specs]))
+        if "checkpoint" in case:
+            f.attrs["checkpoint"] = np.bytes_(case["checkpoint"])  # a folder beside this file
+        else:
+            w = f.create_group("weights")
+            put(w, "names", strings(s.name for s in specs))
+            put(w, "dtypes", strings(s.dtype for s in specs))
+            put(w, "shapes", np.array([list(s.shape) + [-1] * (3 - len(s.shape)) for s in specs], dtype=np.int64))
+            put(w, "rules", np.array([[s.offset, s.amplitude] for s in specs]))
         g = f.create_group("f64")
         put(g, "logits", run["logits"].numpy())
         put(g, "logprobs", run["logprobs"].numpy())
@@ -189,7 +212,6 @@ def write_case(path: pathlib.Path, name: str, case: dict, seed, weights, docs, g
 
 def make_case(name: str, out: pathlib.Path, first_seed: int, full: bool, quick: bool) -> dict:
     case, start = dict(CASES[name]), time.time()
-    case["specs"] = W.table(case["config"])
     seed, weights, docs, gap, error = find_seed(case, first_seed)
     run = Reference(case, weights, "f64").forward(docs, grads=True)
     want, spread = flatten(run), None
@@ -202,13 +224,19 @@ def make_case(name: str, out: pathlib.Path, first_seed: int, full: bool, quick: 
     path.parent.mkdir(parents=True, exist_ok=True)
     write_case(path.with_suffix(".part"), name, case, seed, weights, docs, gap, error, run, spread, full)
     os.replace(path.with_suffix(".part"), path)
+    files = make_hf_checkpoint.write(path.parent, seed) if "checkpoint" in case else []
     size = path.stat().st_size
     line = f"{name:16s} seed {seed:3d} gap " + " ".join(f"{k} {v:.1e}" for k, v in gap.items()) + f" {size / 1024:7.1f} KiB"
     if spread:
         line += f" f32 logits {max(spread['f32']['logits']):.1e} bf16 logits " + " ".join(f"{e:.1e}" for e in spread["bf16"]["logits"])
         line += f" replayed {max(spread['bf16_replay']['logits']):.1e}"
     print(line, f"{time.time() - start:.0f} s", flush=True)
-    return dict(description=case["description"], seed=seed)
+    made = dict(description=case["description"], seed=seed)
+    return made | (dict(checkpoint_files=[digest_of(out, file) for file in files]) if files else {})
+
+
+def digest_of(out: pathlib.Path, file: pathlib.Path) -> dict:
+    return dict(file=file.relative_to(out).as_posix(), sha256=hashlib.sha256(file.read_bytes()).hexdigest(), size=file.stat().st_size)
 
 
 def write_manifest(out: pathlib.Path, made: dict):
@@ -216,8 +244,7 @@ def write_manifest(out: pathlib.Path, made: dict):
     cases = json.loads(path.read_text())["cases"] if path.exists() else {}
     p = provenance()
     for name, about in made.items():
-        file = out / name / "v1.h5"
-        cases[name] = dict(file=f"{name}/v1.h5", sha256=hashlib.sha256(file.read_bytes()).hexdigest(), size=file.stat().st_size, **about,
+        cases[name] = dict(**digest_of(out, out / name / "v1.h5"), **about,
                            generator_commit=p["generator_commit"], torch=p["torch"], transformers=p["transformers"])
     text = json.dumps(dict(format_version=FORMAT_VERSION, cases=dict(sorted(cases.items()))), indent=1)
     path.with_suffix(".part").write_text(text + "\n")
