@@ -220,6 +220,11 @@ def make_case(name: str, out: pathlib.Path, first_seed: int, full: bool, quick: 
         experts = {k.removesuffix(".experts"): v for k, v in run["activations"].items() if k.endswith("gate.experts")}
         spread["bf16_replay"] = spread_of(case, weights, docs, want, "bf16", experts) if experts else spread["bf16"]
         assert list(spread["f32"]) == list(spread["bf16"]) == list(spread["bf16_replay"])
+    if "checkpoint" in case:  # gradients under the names of its files
+        renamed = {k: make_hf_checkpoint.file_name(k) for k in run["grads"]}
+        run["grads"] = {renamed[k]: v for k, v in run["grads"].items()}
+        renamed = {"grads/" + k: "grads/" + v for k, v in renamed.items()}
+        spread = spread and {p: {renamed.get(k, k): e for k, e in errors.items()} for p, errors in spread.items()}
     path = out / name / "v1.h5"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_case(path.with_suffix(".part"), name, case, seed, weights, docs, gap, error, run, spread, full)

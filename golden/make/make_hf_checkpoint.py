@@ -69,6 +69,11 @@ def read(folder: pathlib.Path) -> tuple:
     return (folder / "config.json").read_text(), {k: t for k, t in tensors.items() if ".visual." not in k}
 
 
+def file_name(name: str) -> str:
+    """The name that a tensor of a text-only checkpoint has in these files."""
+    return name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name
+
+
 def main():
     p = argparse.ArgumentParser()
     p.add_argument("--out", type=pathlib.Path, default=pathlib.Path(__file__).resolve().parents[1] / "data" / "hf-tiny")
