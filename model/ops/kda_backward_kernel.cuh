@@ -71,12 +71,7 @@ __global__ void __launch_bounds__(kGradientThreads, 1)
     fence_barrier_init();
   }
   __syncthreads();
-  if (thread < 128) {
-    fewer_registers<24>();
-  } else {
-    more_registers<240>();
-    gradient_items(p, first, last, step, head, backward_shared);
-  }
+  gradient_items(p, first, last, step, head, backward_shared);
 }
 
 /// Partials of all chunks to d(dt_bias) (blockIdx.y 0: eight groups of 128 threads, group i adds

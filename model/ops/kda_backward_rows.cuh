@@ -1,28 +1,14 @@
 #pragma once
 
-// The last part of a chunk's gradients, row by row (warp w owns rows 8w..8w+7, lane l channels
-// 4l..4l+3): decay factors, the gate's running sums, l2norm, gate and beta, the stores; and the
-// loop over chunks.
+// The last part of a chunk's gradients, row by row: decay factors, the gate's running sums, l2norm,
+// gate and beta, the stores; and the loop over chunks.
 
-#include "model/ops/kda_backward_gradient.cuh"
+#include "model/ops/kda_backward_products.cuh"
 
 namespace lockstep::model::kda {
 
-LOCKSTEP_DEVICE void load4(float (&value)[4], const unsigned char* from) {
-  const float4 v = *reinterpret_cast<const float4*>(from);
-  value[0] = v.x;
-  value[1] = v.y;
-  value[2] = v.z;
-  value[3] = v.w;
-}
-/// Constants of a head.
-struct GateScale {
-  float decay;     // lower bound * log2(e)
-  float gradient;  // lower bound * exp(A_log)
-};
-
 /// From the results in shared memory to all gradients of the chunk. `next` is called once the tiles
-/// and results in shared memory have been read by the whole group.
+/// and results in shared memory have been read by the whole block.
 template <class Next>
 LOCKSTEP_DEVICE void gradient_rows(const BackwardParams& p,
                                    const ChunkInfo& info,
@@ -31,52 +17,51 @@ LOCKSTEP_DEVICE void gradient_rows(const BackwardParams& p,
                                    GateScale scale,
                                    unsigned char* base,
                                    Next&& next) {
-  const GroupThread me;
-  const int warp = me.warp, lane = me.lane, first_row = 8 * warp;
+  const GradientThread me;
+  const int warp = me.warp, lane = me.lane, first_row = kRows * warp;
   const int64_t row_bytes = int64_t{p.base.row_heads} * (kDim * 2);
   const int64_t origin = chunk_origin(p.base, info, head) + first_row * row_bytes + lane * 8;
-  const auto at = [&](const uint16_t* of, int r) {
-    return reinterpret_cast<const char*>(of) + origin + r * row_bytes;
+  const auto get = [&](const uint16_t* of, int r) {
+    return __ldg(
+        reinterpret_cast<const uint2*>(reinterpret_cast<const char*>(of) + origin + r * row_bytes));
   };
   const auto put = [&](uint16_t* to, int r, uint2 value) {
     *reinterpret_cast<uint2*>(reinterpret_cast<char*>(to) + origin + r * row_bytes) = value;
   };
-  float suffix[8][4], prefix[8][4];  // of db without tails; of k tail, exclusive
-  float slope_f[8][4];               // dg/df
+  float suffix[kRows][4], prefix[kRows][4];  // of db without tails; of k tail, exclusive
+  float slope_f[kRows][4];                   // dg/df
   float bias[4];
-  load4(bias, base + kBias + lane * 16);
-  const float slope = *reinterpret_cast<const float*>(base + kBias + kDim * 4);
+  load4(bias, base + kHeadBias + lane * 16);
   {
     float offset[4];
     decay_offsets(offset, base, warp, lane);
-    const float* norms = reinterpret_cast<const float*>(base + kNorms) + warp * 16;
-    const uint32_t tile_at = (lane >> 4) * kSlab + warp * 1024 + (lane & 15) * 8;
+    const float* norms = reinterpret_cast<const float*>(base + kRowNorms) + warp * 8;
     float sum[4] = {}, tails[4] = {};
 #pragma unroll
-    for (int part = 0; part < 2; ++part) {  // four rows at a time
-      uint2 raw_k[4], raw_q[4], raw_v[4];
-      float dq[4][4], dk[4][4], dots[16];
+    for (int part = 0; part < kRows; part += 2) {  // two rows at a time
+      uint2 raw_k[2], raw_q[2], raw_v[2];
+      float dq[2][4], dk[2][4], dots[8] = {};
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int r = 4 * part + i;
+      for (int i = 0; i < 2; ++i) {
         raw_k[i] = raw_q[i] = raw_v[i] = uint2{0, 0};
-        if (first_row + r < info.length) {
-          raw_k[i] = __ldg(reinterpret_cast<const uint2*>(at(p.base.k, r)));
-          raw_q[i] = __ldg(reinterpret_cast<const uint2*>(at(p.base.q, r)));
-          raw_v[i] = __ldg(reinterpret_cast<const uint2*>(at(p.base.v, r)));
+        if (first_row + part + i < info.length) {
+          raw_k[i] = get(p.base.k, part + i);
+          raw_q[i] = get(p.base.q, part + i);
+          raw_v[i] = get(p.base.v, part + i);
         }
       }
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int r = 4 * part + i, row = first_row + r;
+      for (int i = 0; i < 2; ++i) {
+        const int r = part + i, row = first_row + r;
         const bool valid = row < info.length;
         const uint32_t result = result_offset(row, 4 * lane);
         float f[4], k[4], q[4], v[4], dv[4], from_q[4], from_row[4], from_col[4], from_tail[4];
-        unpack4(f, *reinterpret_cast<const uint2*>(base + kGate + row * 256 + lane * 8));
+        unpack4(f, *reinterpret_cast<const uint2*>(base + kTileGate + row * 256 + lane * 8));
         unpack4(k, scale4(raw_k[i], norms[r]));
-        unpack4(q, scale4(raw_q[i], norms[8 + r]));
+        unpack4(q, scale4(raw_q[i], norms[kRows + r]));
         const uint2 packed_dv =
-            *reinterpret_cast<const uint2*>(base + kTileGrad + (tile_at ^ (r << 4)) + r * 128);
+            *reinterpret_cast<const uint2*>(base + kTileGrad + (lane >> 4) * kSlab +
+                                            slab_offset(row, (lane & 15) >> 1) + (lane & 1) * 8);
         unpack4(v, raw_v[i]);
         unpack4(dv, packed_dv);
         load4(from_q, base + kResultQ + result);
@@ -89,7 +74,7 @@ LOCKSTEP_DEVICE void gradient_rows(const BackwardParams& p,
         float from_middle[4], to_middle[4];
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
-          const float e = exp2_approx(fminf(fmaf(f[c], slope, bias[c] * slope), 126.0f));
+          const float e = gate_exponential(f[c], scale.slope, bias[c]);
           const float sigma = reciprocal_approx(1.0f + e);
           sum[c] = fmaf(decay, sigma, sum[c]);
           slope_f[r][c] = gradient * sigma * (e * sigma);
@@ -126,18 +111,17 @@ LOCKSTEP_DEVICE void gradient_rows(const BackwardParams& p,
           along_k = fmaf(k[c], dk[i][c], along_k);
         }
         dots[i] = along_k;
-        dots[4 + i] = along_q;
-        dots[8 + i] = along_beta;
-        dots[12 + i] = 0.0f;
+        dots[2 + i] = along_q;
+        dots[4 + i] = along_beta;
         if (valid) put(p.dv, r, packed_dv);
       }
-      const float dot = butterfly_sum16(dots, lane);
+      const float dot = butterfly_sum8(dots, lane);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int r = 4 * part + i;
-        const float norm_k = norms[r], norm_q = norms[8 + r];
+      for (int i = 0; i < 2; ++i) {
+        const int r = part + i;
+        const float norm_k = norms[r], norm_q = norms[kRows + r];
         const float back_k = __shfl_sync(0xffffffffu, dot, 2 * i) * norm_k;
-        const float back_q = __shfl_sync(0xffffffffu, dot, 8 + 2 * i) * norm_q;
+        const float back_q = __shfl_sync(0xffffffffu, dot, 4 + 2 * i) * norm_q;
         float k[4], q[4];
         unpack4(k, raw_k[i]);
         unpack4(q, raw_q[i]);
@@ -152,8 +136,8 @@ LOCKSTEP_DEVICE void gradient_rows(const BackwardParams& p,
         }
       }
       // beta dbeta = dv.v + k.row: the bracket that beta multiplies is v - k S, S decayed to row i
-      const int row = first_row + 4 * part + ((lane - 16) >> 1);
-      if (lane >= 16 && lane < 24 && (lane & 1) == 0 && row < info.length) {
+      const int row = first_row + part + ((lane - 8) >> 1);
+      if ((lane == 8 || lane == 10) && row < info.length) {
         const int64_t index = (info.first_token + row) * p.base.row_heads + head;
         const float logit = __uint_as_float(uint32_t{p.base.beta_logit[index]} << 16);
         const __nv_bfloat16_raw bits = __float2bfloat16_rn(dot / (1.0f + __expf(logit)));
@@ -161,34 +145,32 @@ LOCKSTEP_DEVICE void gradient_rows(const BackwardParams& p,
       }
     }
 #pragma unroll
-    for (int r = 6; r >= 0; --r)
+    for (int r = kRows - 2; r >= 0; --r)
 #pragma unroll
       for (int c = 0; c < 4; ++c) suffix[r][c] += suffix[r + 1][c];
-    float* const decay_sums = reinterpret_cast<float*>(base + kDecaySums) + warp * kDim;
-    float* const tail_sums = reinterpret_cast<float*>(base + kTailSums) + warp * kDim;
-    reinterpret_cast<float4*>(decay_sums)[lane] =
-        make_float4(suffix[0][0], suffix[0][1], suffix[0][2], suffix[0][3]);
-    reinterpret_cast<float4*>(tail_sums)[lane] =
-        make_float4(tails[0], tails[1], tails[2], tails[3]);
+    store4(base + kDecaySums + (warp * kDim + 4 * lane) * 4, suffix[0]);
+    store4(base + kTailSums + (warp * kDim + 4 * lane) * 4, tails);
   }
   fence_async_shared();
-  named_barrier(kGroupBarrier, kPrepareThreads);
+  gradient_barrier();
   next();
 
   float start[4], totals[4] = {};
   load4(start, base + kStateTerm + lane * 16);
-#pragma unroll
-  for (int w = 0; w < 8; ++w) {
+#pragma unroll 4
+  for (int w = 0; w < kGradientWarps; ++w) {
+    if (w == warp) continue;
     float value[4];
     load4(value, base + (w < warp ? kTailSums : kDecaySums) + (w * kDim + 4 * lane) * 4);
 #pragma unroll
-    for (int c = 0; c < 4; ++c) start[c] += w == warp ? 0.0f : value[c];
+    for (int c = 0; c < 4; ++c) start[c] += value[c];
   }
   float rate = 0.0f;
 #pragma unroll
-  for (int r = 0; r < 8; ++r) {
+  for (int r = 0; r < kRows; ++r) {
     float f[4], df[4];
-    unpack4(f, *reinterpret_cast<const uint2*>(base + kGate + (first_row + r) * 256 + lane * 8));
+    unpack4(f,
+            *reinterpret_cast<const uint2*>(base + kTileGate + (first_row + r) * 256 + lane * 8));
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
       df[c] = (start[c] + (suffix[r][c] + prefix[r][c])) * slope_f[r][c];
@@ -199,40 +181,22 @@ LOCKSTEP_DEVICE void gradient_rows(const BackwardParams& p,
   }
 #pragma unroll
   for (int step = 16; step >= 1; step /= 2) rate += __shfl_xor_sync(0xffffffffu, rate, step);
-  *reinterpret_cast<float4*>(base + kTotals + (warp * kDim + 4 * lane) * 4) =
-      make_float4(totals[0], totals[1], totals[2], totals[3]);
+  store4(base + kRowTotals + (warp * kDim + 4 * lane) * 4, totals);
   if (lane == 0) reinterpret_cast<float*>(base + kRateSums)[warp] = rate;
-  named_barrier(kGroupBarrier, kPrepareThreads);
+  gradient_barrier();
   if (me.thread <= kDim) {
     const float* from = me.thread == 0
                             ? reinterpret_cast<const float*>(base + kRateSums)
-                            : reinterpret_cast<const float*>(base + kTotals) + (me.thread - 1);
+                            : reinterpret_cast<const float*>(base + kRowTotals) + (me.thread - 1);
     const int stride = me.thread == 0 ? 1 : kDim;
     float total = 0.0f;
 #pragma unroll
-    for (int w = 0; w < 8; ++w) total += from[w * stride];
+    for (int w = 0; w < kGradientWarps; ++w) total += from[w * stride];
     p.partials[(int64_t{chunk} * p.base.row_heads + head) * kPartials + me.thread] = total;
   }
 }
 
-/// Starts q, k, f and do of a chunk on their way to L2: two lines of 128 bytes a thread.
-LOCKSTEP_DEVICE void prefetch_rows(const BackwardParams& p,
-                                   const ChunkInfo& info,
-                                   int head,
-                                   int thread) {
-  const int row = (thread >> 1) & 63;
-  if (row >= info.length) return;
-  const int64_t at = chunk_origin(p.base, info, head) +
-                     row * (int64_t{p.base.row_heads} * (kDim * 2)) + (thread & 1) * 128;
-  const bool second = thread >= 128;
-  const auto prefetch = [at](const uint16_t* from) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(reinterpret_cast<const char*>(from) + at));
-  };
-  prefetch(second ? p.base.q : p.base.k);
-  prefetch(second ? p.base.f : p.dout);
-}
-
-/// The group's share of one head: chunks `chunk`, `chunk + step`, ... below `chunks`.
+/// The block's share of one head: chunks `chunk`, `chunk + step`, ... below `chunks`.
 LOCKSTEP_DEVICE void gradient_items(
     const BackwardParams& p, int chunk, int chunks, int step, int head, unsigned char* base) {
   if (chunk >= chunks) return;
@@ -240,46 +204,44 @@ LOCKSTEP_DEVICE void gradient_items(
   const uint32_t bar = shared + kGradientBarrier;
   GateScale scale;
   {
-    const GroupThread me;
-    float* const bias = reinterpret_cast<float*>(base + kBias);
-    if (me.thread < kDim) bias[me.thread] = p.base.dt_bias[head * kDim + me.thread];
+    const GradientThread me;
+    if (me.thread < kDim)
+      reinterpret_cast<float*>(base + kHeadBias)[me.thread] =
+          p.base.dt_bias[head * kDim + me.thread];
     const float rate = expf(p.base.a_log[head]);
-    if (me.thread == kDim) bias[kDim] = -rate * 1.4426950408889634f;
     scale.decay = p.base.decay_scale;
     scale.gradient = p.base.decay_scale * 0.6931471805599453f * rate;
+    scale.slope = -rate * 1.4426950408889634f;
     if (me.thread == 0) load_chain_tiles(p, chunk, head, shared);
   }
   uint32_t parity = 0;
   for (; chunk < chunks; chunk += step) {
     const ChunkInfo info = load_chunk_info(p.base, chunk, 0);
     {
-      const GroupThread me;
-      RawRows raw;
-      load_gate(shared, p.base, info, head, me.warp, me.lane);
-      load_rows(raw, p.base, info, head, me.thread);
-      load_out_gradient(shared, p, info, head, me.thread);
+      const GradientThread me;
+      GradientRows rows;
+      load_gradient_rows(shared, p, info, head, me.thread);
+      rows.load(p, info, head, me.warp, me.lane);
       copy_wait<1>();
-      named_barrier(kGroupBarrier, kPrepareThreads);
-      float b[8][4];
-      accumulate_gate(b, scale.decay, info.length, base, me.warp, me.lane);
-      normalize(raw, base, me.warp, me.lane);
-      named_barrier(kGroupBarrier, kPrepareThreads);
+      gradient_barrier();
+      float b[kRows][4];
+      sum_gate(b, scale, info.length, base, me.warp, me.lane);
+      rows.normalize(base, me.warp, me.lane);
+      gradient_barrier();
       find_middles(base, me.thread);
-      named_barrier(kGroupBarrier, kPrepareThreads);
-      write_gradient_operands(raw, b, base, me.warp, me.lane);
+      gradient_barrier();
+      write_gradient_operands(rows, b, base, me.warp, me.lane);
       copy_wait<0>();
       fence_async_shared();
-      named_barrier(kGroupBarrier, kPrepareThreads);
-    }
-    if (chunk + step < chunks) {
-      const GroupThread me;
-      prefetch_rows(p, load_chunk_info(p.base, chunk + step, 0), head, me.thread);
+      gradient_barrier();
+      if (chunk + step < chunks)
+        prefetch_rows(p, load_chunk_info(p.base, chunk + step, 0), head, me.thread);
     }
     barrier_wait(bar, parity);
     parity ^= 1;
     gradient_products(base);
     gradient_rows(p, info, chunk, head, scale, base, [&] {
-      const GroupThread me;
+      const GradientThread me;
       if (me.thread == 0 && chunk + step < chunks) load_chain_tiles(p, chunk + step, head, shared);
     });
   }

@@ -392,22 +392,22 @@ LOCKSTEP_DEVICE void prepare_items(
       const int warp = me.warp, lane = me.lane;
       if (warp < 4) {
         float kk[1][2][4], qk[1][2][4], x[16];
-        gram_pairs<1>(kk, qk, shared, {warp}, {warp}, lane);
+        gram_pairs<1>(kk, qk, shared, warp, {warp}, lane);
         invert_diagonal(x, kk[0], base, beta, warp, lane);
         named_barrier(kGroupBarrier, kPrepareThreads);
         store_pair<true>(kk[0], qk[0], shared, beta, warp, warp, lane);
         store_diagonal_solve(x, base, beta, warp, lane);
       } else {
-        // Two pairs in one go; the second of warps 6 and 7 repeats work of 4 and 5 and is not kept.
+        // Two pairs of the same rows: 3 with 0, 1; 2 with 0, 1; 3 with 2; 1 with 0. The second of
+        // warps 6 and 7 repeats the first and is not kept.
         float kk[2][2][4], qk[2][2][4];
-        const int row_block[2] = {warp < 6 ? warp - 3 : 3, 2 + (warp & 1)};
-        const int col_block[2] = {warp < 6 ? 0 : warp - 6, 1 + (warp & 1)};
+        const int row_block = warp == 7 ? 1 : 3 - (warp & 1);
+        const int col_block[2] = {warp == 6 ? 2 : 0, warp < 6 ? 1 : warp == 6 ? 2 : 0};
         gram_pairs<2>(kk, qk, shared, row_block, col_block, lane);
         if (more) load_gate(shared, p, info, head, warp, lane);
         named_barrier(kGroupBarrier, kPrepareThreads);
-        store_pair<false>(kk[0], qk[0], shared, beta, row_block[0], col_block[0], lane);
-        if (warp < 6)
-          store_pair<false>(kk[1], qk[1], shared, beta, row_block[1], col_block[1], lane);
+        store_pair<false>(kk[0], qk[0], shared, beta, row_block, col_block[0], lane);
+        if (warp < 6) store_pair<false>(kk[1], qk[1], shared, beta, row_block, col_block[1], lane);
       }
       if (warp < 6) store_shared_zero16(shared + kSolve + upper_offset(warp, lane));
     }

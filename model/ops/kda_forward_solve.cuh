@@ -7,51 +7,69 @@
 
 namespace lockstep::model::kda {
 
-/// Gram products of kPairs (row block, column block) pairs at once, 16 x 16 entries of k k^T and q
-/// k^T each. The column operand gets the pair's power of two on the way.
+/// Operands of one k step of kPairs Gram products with the same rows.
+template <int kPairs>
+struct GramStep {
+  uint32_t k[4], q[4], column[kPairs][4], low[kPairs], high[kPairs];
+};
+
+/// Gram products of a row block with kPairs column blocks at once, 16 x 16 entries of k k^T and q
+/// k^T each. The column operand gets the pair's power of two on the way. Operands of the next step
+/// are loaded before the products of this one: the compiler keeps the order, and one warp alone on
+/// its scheduler has nothing else to hide the latency of shared memory with.
 template <int kPairs>
 LOCKSTEP_DEVICE void gram_pairs(float (&kk)[kPairs][2][4],
                                 float (&qk)[kPairs][2][4],
                                 uint32_t shared,
-                                const int (&row_block)[kPairs],
+                                int row_block,
                                 const int (&col_block)[kPairs],
                                 int lane) {
-  uint32_t rows_at[kPairs], columns_at[kPairs], factors_at[kPairs];
+  const uint32_t rows_at = shared + slab_offset(row_block * kSub + (lane & 15), lane >> 4);
+  uint32_t columns_at[kPairs], factors_at[kPairs];
 #pragma unroll
   for (int i = 0; i < kPairs; ++i) {
-    const uint32_t row = row_block[i] * kSub + (lane & 15);
     const uint32_t column = col_block[i] * kSub + (lane & 7) + ((lane >> 4) << 3);
-    rows_at[i] = shared + slab_offset(row, lane >> 4);
     columns_at[i] = shared + kColumns + slab_offset(column, (lane >> 3) & 1);
     factors_at[i] =
-        shared + kFactors + pair_index(row_block[i], col_block[i]) * (kDim * 2) + (lane & 3) * 4;
+        shared + kFactors + pair_index(row_block, col_block[i]) * (kDim * 2) + (lane & 3) * 4;
 #pragma unroll
     for (int n = 0; n < 2; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) kk[i][n][e] = qk[i][n][e] = 0.0f;
   }
-#pragma unroll kPairs == 1 ? 8 : 4
-  for (int step = 0; step < 8; ++step) {
+  const auto load = [&](GramStep<kPairs>& s, int step) {
     // The swizzle is an exclusive or on address bits 4-6, so it composes with the step.
-    const uint32_t slab = step >> 2, piece = (step & 3) * 2;
+    const uint32_t slab = (step >> 2) * kSlab, piece = (step & 3) << 5;
+    load_matrix4(s.k, (rows_at ^ piece) + slab + kRowK);
+    load_matrix4(s.q, (rows_at ^ piece) + slab + kRowQ);
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
-      const uint32_t at = (rows_at[i] ^ (piece << 4)) + slab * kSlab;
-      uint32_t a_k[4], a_q[4], b[4];
-      load_matrix4(a_k, at + kRowK);
-      load_matrix4(a_q, at + kRowQ);
-      load_matrix4(b, (columns_at[i] ^ (piece << 4)) + slab * kSlab);
-      const uint32_t low = load_shared4(factors_at[i] + step * 32);
-      const uint32_t high = load_shared4(factors_at[i] + step * 32 + 16);
-      b[0] = multiply_bf16(b[0], low);
-      b[1] = multiply_bf16(b[1], high);
-      b[2] = multiply_bf16(b[2], low);
-      b[3] = multiply_bf16(b[3], high);
-      mma_bf16(kk[i][0], a_k, b[0], b[1]);
-      mma_bf16(qk[i][0], a_q, b[0], b[1]);
-      mma_bf16(kk[i][1], a_k, b[2], b[3]);
-      mma_bf16(qk[i][1], a_q, b[2], b[3]);
+      load_matrix4(s.column[i], (columns_at[i] ^ piece) + slab);
+      s.low[i] = load_shared4(factors_at[i] + step * 32);
+      s.high[i] = load_shared4(factors_at[i] + step * 32 + 16);
     }
+  };
+  const auto multiply = [&](GramStep<kPairs>& s) {
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      const uint32_t b[4] = {multiply_bf16(s.column[i][0], s.low[i]),
+                             multiply_bf16(s.column[i][1], s.high[i]),
+                             multiply_bf16(s.column[i][2], s.low[i]),
+                             multiply_bf16(s.column[i][3], s.high[i])};
+      mma_bf16(kk[i][0], s.k, b[0], b[1]);
+      mma_bf16(qk[i][0], s.q, b[0], b[1]);
+      mma_bf16(kk[i][1], s.k, b[2], b[3]);
+      mma_bf16(qk[i][1], s.q, b[2], b[3]);
+    }
+  };
+  GramStep<kPairs> even, odd;
+  load(even, 0);
+#pragma unroll
+  for (int step = 0; step < 8; step += 2) {
+    load(odd, step + 1);
+    multiply(even);
+    if (step < 6) load(even, step + 2);
+    multiply(odd);
   }
 }
 
