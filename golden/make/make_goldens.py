@@ -140,7 +140,7 @@ def cpu_name() -> str:
 
 def provenance() -> dict:
     dirty = "-dirty" if git("status", "--porcelain", "--", str(HERE)) else ""
-    return dict(format_version=FORMAT_VERSION, generator_commit=git("rev-parse", "HEAD") + dirty, generator_sha256=generator_sha256(),
+    return dict(format_version=FORMAT_VERSION, generator_commit=git("log", "-1", "--format=%H", "--", str(HERE)) + dirty, generator_sha256=generator_sha256(),
                 reference_sha256=source_sha256(), torch=torch.__version__, transformers=transformers.__version__, numpy=np.__version__,
                 cpu=cpu_name())
 
