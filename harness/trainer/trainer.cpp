@@ -7,6 +7,7 @@
 #include <limits>
 
 #include "harness/trainer/parameters.hpp"
+#include "harness/trainer/router_load.hpp"
 #include "harness/trainer/trace.hpp"
 #include "model/layers/decoder.hpp"
 #include "model/layers/unit.hpp"
@@ -27,6 +28,10 @@ int64_t peak_rss_bytes() {
   return int64_t{usage.ru_maxrss} * 1024;
 }
 
+int64_t num_targets(const Documents& documents) {
+  return documents.labels().ge(0).sum().item<int64_t>();
+}
+
 }  // namespace
 
 struct Trainer::Impl {
@@ -38,7 +43,7 @@ struct Trainer::Impl {
         mesh(mesh_in),
         config(source->config()) {
     LOCKSTEP_CHECK(
-        !(options.stream_layers && options.grads),
+        !(options.stream_layers && (options.grads || options.optimizer)),
         kConfig,
         "trainer: weights streamed from disk have no gradients; drop --grads or --stream-layers");
     if (options.stream_layers) {
@@ -49,18 +54,35 @@ struct Trainer::Impl {
       params = std::make_unique<StreamedParameters>(*source, options.numerics);
     } else {
       parallel::ShardOptions sharding;
-      sharding.grads = options.grads;
+      sharding.grads = options.grads || options.optimizer;
+      sharding.masters = options.optimizer.has_value();
       sharding.wide = options.numerics.acc();
       sharding.head_unit = model::head_unit(config.num_hidden_layers);
       auto all = std::make_unique<parallel::ShardedParameters>(
           parallel::parameter_specs(*source, options.numerics, mesh), mesh, sharding);
       sharded = all.get();
       params = std::move(all);
+      if (options.optimizer)
+        optimizer = std::make_unique<parallel::Optimizer>(*sharded, mesh, *options.optimizer);
     }
   }
 
+  /// Forward of this rank's part of a batch. Returns its share of the loss: summed over ranks it is
+  /// the sum over all targets, divided by `divisor`.
+  Tensor forward(const parallel::ParallelPlan& plan,
+                 const Documents& documents,
+                 int64_t divisor,
+                 model::TraceSink* trace,
+                 TrainerResult& result);
   TrainerResult run(const Documents& documents);
-  void collect_grads(TrainerResult& result) const;
+  TrainStep train_step(const std::vector<Documents>& micro_batches);
+  [[nodiscard]] double sum_over_ranks(const Tensor& loss) const {
+    Tensor total = loss.detach().to(at::kDouble).reshape({1}).clone();
+    mesh.tokens().all_reduce_sum(total, "loss");
+    return total.item<double>();
+  }
+  template <typename PickTensor>
+  std::map<std::string, Tensor> whole(bool trainable_only, PickTensor&& pick) const;
 
   std::shared_ptr<const model::WeightSource> source;
   TrainerOptions options;
@@ -68,49 +90,44 @@ struct Trainer::Impl {
   const model::ModelConfig& config;
   std::unique_ptr<model::ParamView> params;
   parallel::ShardedParameters* sharded = nullptr;  ///< params, unless streamed
+  std::unique_ptr<parallel::Optimizer> optimizer;
 };
 
-void Trainer::Impl::collect_grads(TrainerResult& result) const {
+template <typename PickTensor>
+std::map<std::string, Tensor> Trainer::Impl::whole(bool trainable_only, PickTensor&& pick) const {
+  std::map<std::string, Tensor> result;
   for (const parallel::Shard& shard : sharded->shards()) {
-    if (!shard.spec.trainable) continue;
-    const Tensor mine =
-        shard.grad.defined() ? shard.grad : at::zeros(shard.value.sizes(), options.numerics.acc());
-    const Tensor grad =
-        parallel::gather_whole(*sharded, shard, mine, config, options.numerics, mesh);
-    for (auto& [disk_name, part] : source->disk_tensors(shard.spec.name, grad)) {
-      result.grads.emplace(std::move(disk_name), std::move(part));
-    }
+    if (trainable_only && !shard.spec.trainable) continue;
+    const Tensor value =
+        parallel::gather_whole(*sharded, shard, pick(shard), config, options.numerics, mesh);
+    for (auto& [disk_name, part] : source->disk_tensors(shard.spec.name, value))
+      result.emplace(std::move(disk_name), std::move(part));
   }
+  return result;
 }
 
-TrainerResult Trainer::Impl::run(const Documents& documents) {
-  const parallel::ParallelPlan plan(
-      config, options.numerics, mesh, documents.packing, options.cp_cuts);
+Tensor Trainer::Impl::forward(const parallel::ParallelPlan& plan,
+                              const Documents& documents,
+                              int64_t divisor,
+                              model::TraceSink* trace,
+                              TrainerResult& result) {
   const parallel::TokenPlan& tokens = plan.tokens();
-  const int64_t begin = tokens.begin, count = tokens.end - tokens.begin;
-
-  PatternTrace trace(options.trace);
-  const at::AutoGradMode grad_mode(options.grads);
+  const int64_t count = tokens.end - tokens.begin;
   const model::LayerContext ctx{.config = config,
                                 .num = options.numerics,
                                 .packing = tokens.packing,
                                 .params = *params,
                                 .seams = plan.seams(),
-                                .trace = options.trace.empty() ? nullptr : &trace,
+                                .trace = trace,
                                 .reference = options.reference_ops};
   const model::DecoderOptions decoder{.recompute = options.recompute,
                                       .progress = [&](int64_t done, int64_t total) {
                                         if (options.progress)
                                           options.progress(done, total, "forward");
                                       }};
-
-  TrainerResult result;
-  result.local_begin = begin;
-  auto start = std::chrono::steady_clock::now();
-  const Tensor labels = documents.labels();
-  result.num_targets = labels.ge(0).sum().item<int64_t>();
-  const Tensor local_labels = labels.narrow(0, begin, count);
-  const Tensor x = model::decoder_layers(ctx, documents.ids.narrow(0, begin, count), decoder);
+  const Tensor local_labels = documents.labels().narrow(0, tokens.begin, count);
+  const Tensor x =
+      model::decoder_layers(ctx, documents.ids.narrow(0, tokens.begin, count), decoder);
   const auto head = [&](const model::LayerContext& inner, const Tensor& streams) {
     const Tensor h = model::finish(inner, streams);
     const Tensor lm_head = inner.params.get("lm_head.weight");
@@ -123,15 +140,25 @@ TrainerResult Trainer::Impl::run(const Documents& documents) {
   };
   const Tensor logprobs =
       model::run_unit(ctx, model::head_unit(config.num_hidden_layers), x, false, head);
-  // Divided by the targets of the whole batch, so that summing over ranks is all that is left to
-  // do, for the loss and for gradients.
-  const Tensor loss =
-      logprobs.sum().neg().div(static_cast<double>(std::max<int64_t>(result.num_targets, 1)));
-  Tensor total = loss.detach().to(at::kDouble).reshape({1}).clone();
-  mesh.tokens().all_reduce_sum(total, "loss");
-  result.loss = total.item<double>();
   result.local_logprobs =
       logprobs.detach().masked_fill(local_labels.lt(0), std::numeric_limits<double>::quiet_NaN());
+  return logprobs.sum().neg().div(static_cast<double>(std::max<int64_t>(divisor, 1)));
+}
+
+TrainerResult Trainer::Impl::run(const Documents& documents) {
+  const parallel::ParallelPlan plan(
+      config, options.numerics, mesh, documents.packing, options.cp_cuts);
+  const parallel::TokenPlan& tokens = plan.tokens();
+  PatternTrace trace(options.trace);
+  const at::AutoGradMode grad_mode(options.grads);
+
+  TrainerResult result;
+  result.local_begin = tokens.begin;
+  auto start = std::chrono::steady_clock::now();
+  result.num_targets = num_targets(documents);
+  const Tensor loss = forward(
+      plan, documents, result.num_targets, options.trace.empty() ? nullptr : &trace, result);
+  result.loss = sum_over_ranks(loss);
   result.forward_s = seconds_since(start);
 
   if (options.grads) {
@@ -139,7 +166,10 @@ TrainerResult Trainer::Impl::run(const Documents& documents) {
     sharded->zero_grads();
     loss.backward();
     result.backward_s = seconds_since(start);
-    collect_grads(result);
+    result.grads = whole(true, [&](const parallel::Shard& shard) {
+      return shard.grad.defined() ? shard.grad
+                                  : at::zeros(shard.value.sizes(), options.numerics.acc());
+    });
   }
 
   const auto gather = [&](const Tensor& local, std::string_view what) {
@@ -160,6 +190,42 @@ TrainerResult Trainer::Impl::run(const Documents& documents) {
   return result;
 }
 
+TrainStep Trainer::Impl::train_step(const std::vector<Documents>& micro_batches) {
+  LOCKSTEP_CHECK(optimizer != nullptr,
+                 kConfig,
+                 "trainer: a step needs an optimizer; set TrainerOptions::optimizer");
+  const at::AutoGradMode grad_mode(true);
+  TrainStep step;
+  for (const Documents& documents : micro_batches) step.num_targets += num_targets(documents);
+  const bool balances = options.router_bias_speed > 0;
+  RouterLoad load(config);
+  sharded->zero_grads();
+  for (const Documents& documents : micro_batches) {
+    const parallel::ParallelPlan plan(config, options.numerics, mesh, documents.packing, {});
+    TrainerResult unused;
+    auto start = std::chrono::steady_clock::now();
+    const Tensor loss =
+        forward(plan, documents, step.num_targets, balances ? &load : nullptr, unused);
+    step.loss += sum_over_ranks(loss);
+    step.forward_s += seconds_since(start);
+    start = std::chrono::steady_clock::now();
+    loss.backward();
+    step.backward_s += seconds_since(start);
+  }
+  const auto start = std::chrono::steady_clock::now();
+  step.optimizer = optimizer->step();
+  if (balances) {
+    Tensor counts = load.counts();
+    mesh.tokens().all_reduce_sum(counts, "router load");
+    for (parallel::Shard& shard : sharded->shards()) {
+      if (const auto layer = RouterLoad::layer_of_bias(shard.spec.name))
+        parallel::update_router_bias(shard, counts[*layer], options.router_bias_speed);
+    }
+  }
+  step.optimizer_s = seconds_since(start);
+  return step;
+}
+
 Trainer::Trainer(std::shared_ptr<const model::WeightSource> source,
                  TrainerOptions options,
                  const parallel::Mesh& mesh)
@@ -168,5 +234,16 @@ Trainer::Trainer(std::shared_ptr<const model::WeightSource> source,
 Trainer::~Trainer() = default;
 
 TrainerResult Trainer::run(const Documents& documents) { return impl_->run(documents); }
+
+TrainStep Trainer::train_step(const std::vector<Documents>& micro_batches) {
+  return impl_->train_step(micro_batches);
+}
+
+std::map<std::string, Tensor> Trainer::weights() const {
+  return impl_->whole(false, [](const parallel::Shard& shard) { return shard.value; });
+}
+
+parallel::ShardedParameters* Trainer::sharded() { return impl_->sharded; }
+parallel::Optimizer* Trainer::optimizer() { return impl_->optimizer.get(); }
 
 }  // namespace lockstep::harness

@@ -4,6 +4,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -13,6 +14,7 @@
 #include "model/config/numerics.hpp"
 #include "model/config/topology.hpp"
 #include "parallel/mesh/mesh.hpp"
+#include "parallel/optim/optimizer.hpp"
 
 namespace lockstep::harness {
 
@@ -28,6 +30,9 @@ struct TrainerOptions {
   std::vector<int64_t> cp_cuts;
   std::string trace;  ///< glob over module names whose outputs (and, with grads, gradients) are
                       ///< returned; empty: none
+  /// For train_step(): masters in float32 (float64 in the float64 policy), gradients on.
+  std::optional<parallel::OptimizerOptions> optimizer;
+  double router_bias_speed = 0;  ///< balance of experts after each step, see update_router_bias
   std::function<void(int64_t done, int64_t total, const char* what)>
       progress;  ///< called per layer; may be empty
 };
@@ -49,6 +54,13 @@ struct TrainerResult {
   int64_t peak_rss_bytes = 0;            ///< of the process, high-water mark
 };
 
+struct TrainStep {
+  double loss = 0;  ///< mean over all targets of all micro-batches
+  int64_t num_targets = 0;
+  parallel::OptimizerStep optimizer;
+  double forward_s = 0, backward_s = 0, optimizer_s = 0;
+};
+
 class Trainer {
  public:
   /// Loads (or, streaming, opens) the weights. mesh must outlive the trainer; a mesh of one rank
@@ -62,6 +74,20 @@ class Trainer {
   /// All ranks call it with the same documents. Throws kInput for ids outside the vocabulary, kComm
   /// when a peer fails.
   TrainerResult run(const Documents& documents);
+
+  /// Forward and backward of each micro-batch, gradients added up, then one step of the optimizer.
+  /// The loss is divided by the targets of all of them, so cutting a batch differently changes
+  /// nothing but roundings. Throws kConfig without TrainerOptions::optimizer, else like run().
+  TrainStep train_step(const std::vector<Documents>& micro_batches);
+
+  /// Every parameter as it is now, whole, under checkpoint tensor names, in the dtype of its
+  /// shards. Collective.
+  [[nodiscard]] std::map<std::string, Tensor> weights() const;
+
+  /// This rank's part, for checkpoints. Null when weights are streamed; no optimizer without
+  /// TrainerOptions::optimizer.
+  [[nodiscard]] parallel::ShardedParameters* sharded();
+  [[nodiscard]] parallel::Optimizer* optimizer();
 
  private:
   struct Impl;

@@ -22,6 +22,7 @@ struct ParamSpec {
   std::vector<int64_t> shape;    ///< dim 0 is sharded, near-even, any size
   at::ScalarType compute_dtype;  ///< of get(): cast before the gather
   bool trainable = true;
+  bool tp_split = false;  ///< tp ranks hold different parts; else they hold the same
   std::string alias;  ///< a second name under which the head asks for it (tied embedding), or empty
   std::function<Tensor(int64_t begin, int64_t end)> load_rows;  ///< any floating dtype
 };

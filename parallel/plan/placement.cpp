@@ -69,6 +69,7 @@ std::vector<ParamSpec> parameter_specs(const model::WeightSource& source,
     spec.expert = parameter.expert;
     spec.shape = placed.shape();
     spec.compute_dtype = model::parameter_dtype(parameter.name, num);
+    spec.tp_split = placed.slice.dim >= 0;
     spec.trainable = !parameter.frozen && !parameter.buffer;
     spec.unit = parameter.layer >= 0                   ? parameter.layer
                 : parameter.name.starts_with("embed_") ? model::kStemUnit

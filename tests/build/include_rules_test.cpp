@@ -26,6 +26,7 @@ const Rooms kParallel = {"parallel/comm",
                          "parallel/ep",
                          "parallel/cp",
                          "parallel/tp",
+                         "parallel/optim",
                          "parallel/plan"};
 
 Rooms operator+(Rooms a, const Rooms& b) {
@@ -48,11 +49,12 @@ const std::map<std::string, Rooms>& law() {
       {"parallel/comm", {"model/base"}},
       {"parallel/mesh", {"model/base", "model/config", "parallel/comm"}},
       {"parallel/fsdp", kScheme},
+      {"parallel/optim", kScheme + Rooms{"parallel/fsdp"}},
       {"parallel/ep", kScheme},
       {"parallel/cp", kScheme},
       {"parallel/tp", kScheme},
       {"parallel/plan", kModel + kParallel},
-      {"harness/trainer", kModel + Rooms{"parallel/mesh", "parallel/plan"}},
+      {"harness/trainer", kModel + kParallel},
       {"harness/result", {"model/base", "model/config", "golden/store", "golden/compare"}},
       {"harness/launch",
        kModel + kParallel +

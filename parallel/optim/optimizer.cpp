@@ -1,0 +1,132 @@
+#include "parallel/optim/optimizer.hpp"
+
+#include <cmath>
+
+namespace lockstep::parallel {
+namespace {
+
+/// A parameter that is whole on every tp rank is counted by the first one.
+bool counted_here(const Shard& shard, const Mesh& mesh) {
+  return shard.spec.tp_split || mesh.place().tp == 0;
+}
+
+double square_sum(const Tensor& grad) { return grad.to(at::kDouble).square().sum().item<double>(); }
+
+}  // namespace
+
+Optimizer::Optimizer(ShardedParameters& params, const Mesh& mesh, OptimizerOptions options)
+    : params_(params), mesh_(mesh), options_(options) {
+  set_lr(options.lr);
+  for (const double beta : {options.beta1, options.beta2}) {
+    LOCKSTEP_CHECK(beta >= 0 && beta < 1, kConfig, "optimizer: beta = {} must be in [0, 1)", beta);
+  }
+  LOCKSTEP_CHECK(options.clip_norm >= 0 && options.eps >= 0 && options.weight_decay >= 0,
+                 kConfig,
+                 "optimizer: clip_norm = {}, eps = {} and weight_decay = {} must not be negative",
+                 options.clip_norm,
+                 options.eps,
+                 options.weight_decay);
+  for (const Shard& shard : params_.shards()) {
+    if (!shard.spec.trainable) continue;
+    auto& state = state_[shard.spec.name];
+    for (const std::string_view name : state_names(options.kind))
+      state.emplace(name, at::zeros_like(shard.value));
+  }
+}
+
+void Optimizer::set_lr(double lr) {
+  LOCKSTEP_CHECK(lr >= 0 && std::isfinite(lr),
+                 kConfig,
+                 "optimizer: lr = {} must be a finite number that is not negative",
+                 lr);
+  options_.lr = lr;
+}
+
+std::vector<std::string_view> Optimizer::state_names(OptimizerKind kind) {
+  if (kind == OptimizerKind::kAdamW) return {"exp_avg", "exp_avg_sq"};
+  return {};
+}
+
+std::map<std::string, Tensor>& Optimizer::state(const std::string& parameter) {
+  return state_[parameter];
+}
+
+double Optimizer::grad_norm() const {
+  // Experts are shared out over all of fsdp x cp too (ep times expert fsdp), so the shard circle
+  // and tp hold every row of a replica once.
+  double mine = 0;
+  for (const Shard& shard : params_.shards()) {
+    if (shard.grad.defined() && counted_here(shard, mesh_)) mine += square_sum(shard.grad);
+  }
+  Tensor sum = at::full({1}, mine, at::kDouble);
+  mesh_.shard().all_reduce_sum(sum, "gradient norm");
+  mesh_.tp().all_reduce_sum(sum, "gradient norm");
+  return std::sqrt(sum.item<double>());
+}
+
+OptimizerStep Optimizer::step() {
+  const at::NoGradGuard no_grad;
+  OptimizerStep result;
+  result.grad_norm = grad_norm();
+  if (!std::isfinite(result.grad_norm)) {
+    for (const Shard& shard : params_.shards()) {
+      LOCKSTEP_CHECK(!shard.grad.defined() || std::isfinite(square_sum(shard.grad)),
+                     kInput,
+                     "optimizer step {}: the gradient of {} is not finite; nothing was changed. "
+                     "Look for the first layer whose activations are not finite",
+                     num_steps_ + 1,
+                     shard.spec.name);
+    }
+    fail(ErrorKind::kInput,
+         "optimizer step {}: the gradient of a parameter on another rank is not finite; nothing "
+         "was changed",
+         num_steps_ + 1);
+  }
+  if (options_.clip_norm > 0 && result.grad_norm > options_.clip_norm)
+    result.clip_factor = options_.clip_norm / result.grad_norm;
+  ++num_steps_;
+  const auto t = static_cast<double>(num_steps_);
+  const double correct1 = 1 - std::pow(options_.beta1, t),
+               correct2 = 1 - std::pow(options_.beta2, t);
+
+  int64_t num_parameters = 0, num_unchanged = 0;
+  for (Shard& shard : params_.shards()) {
+    if (!shard.spec.trainable) continue;
+    const Tensor grad = shard.grad.defined() ? shard.grad.to(at::kDouble).mul(result.clip_factor)
+                                             : at::zeros(shard.value.sizes(), at::kDouble);
+    Tensor value = shard.value.to(at::kDouble);
+    value.mul_(1 - options_.lr * options_.weight_decay);
+    if (options_.kind == OptimizerKind::kAdamW) {
+      auto& state = state_.at(shard.spec.name);
+      Tensor &m = state.at("exp_avg"), &v = state.at("exp_avg_sq");
+      m.copy_(m.to(at::kDouble).mul(options_.beta1).add(grad, 1 - options_.beta1));
+      v.copy_(v.to(at::kDouble).mul(options_.beta2).add(grad.square(), 1 - options_.beta2));
+      const Tensor denominator = v.to(at::kDouble).div(correct2).sqrt().add(options_.eps);
+      value.addcdiv_(m.to(at::kDouble), denominator, -options_.lr / correct1);
+    } else {
+      value.add_(grad, -options_.lr);
+    }
+    const Tensor before = shard.value.clone();
+    shard.value.copy_(value);
+    if (counted_here(shard, mesh_)) {
+      num_parameters += shard.value.numel();
+      num_unchanged += shard.value.eq(before).sum().item<int64_t>();
+    }
+  }
+  Tensor counts = at::tensor({num_parameters, num_unchanged}, at::kLong);
+  mesh_.shard().all_reduce_sum(counts, "optimizer counts");
+  mesh_.tp().all_reduce_sum(counts, "optimizer counts");
+  result.num_parameters = counts[0].item<int64_t>();
+  result.num_unchanged = counts[1].item<int64_t>();
+  return result;
+}
+
+void update_router_bias(Shard& bias, const Tensor& load, double speed) {
+  const at::NoGradGuard no_grad;
+  const Tensor mean = load.to(at::kDouble).mean();
+  const Tensor change = (mean - load.to(at::kDouble)).sign().mul(speed);
+  bias.value.copy_(
+      bias.value.to(at::kDouble).add(change.narrow(0, bias.begin, bias.end - bias.begin)));
+}
+
+}  // namespace lockstep::parallel
