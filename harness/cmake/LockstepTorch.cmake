@@ -29,4 +29,12 @@ target_link_directories(lockstep_torch INTERFACE ${LOCKSTEP_TORCH_DIR}/lib)
 # searched first, so it is named first.
 target_link_libraries(lockstep_torch INTERFACE
   -Wl,--no-as-needed -lstdc++ ${LOCKSTEP_TORCH_DIR}/lib/libtorch_cpu.so ${LOCKSTEP_TORCH_DIR}/lib/libc10.so -Wl,--as-needed)
+# Own loops run on the threads of the OpenMP library that LibTorch brings; a second one would be a second set of threads.
+file(GLOB _gomp ${LOCKSTEP_TORCH_DIR}/lib/libgomp*.so*)
+if(NOT _gomp)
+  message(FATAL_ERROR "No libgomp in ${LOCKSTEP_TORCH_DIR}/lib: this LibTorch has other threads than OpenMP's, or another "
+                      "OpenMP. Take the wheel that scripts/setup installs.")
+endif()
+list(GET _gomp 0 LOCKSTEP_GOMP)
+target_link_libraries(lockstep_torch INTERFACE ${LOCKSTEP_GOMP})
 target_link_options(lockstep_torch INTERFACE -Wl,-rpath,${LOCKSTEP_TORCH_DIR}/lib -Wl,--allow-shlib-undefined)

@@ -1,6 +1,9 @@
 // Packing, seeded values, products.
+#include <ATen/Parallel.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
+#include <chrono>
 #include <cmath>
 
 #include "model/base/blas.hpp"
@@ -119,6 +122,24 @@ TEST(Blas, EmptyInnerDimensionScalesByBeta) {
        c.mutable_data_ptr<float>(),
        2);
   EXPECT_EQ(c.abs().sum().item<float>(), 0);
+}
+
+TEST(ParallelFor, RunsPiecesOnSeveralThreadsAtATime) {
+  const int before = num_threads();
+  at::set_num_threads(2);
+  // Each piece waits for the other to begin, which one thread alone would never see.
+  std::atomic<int> begun{0};
+  std::atomic<bool> met{true};
+  parallel_for(0, 2, 1, [&](int64_t begin, int64_t end) {
+    begun += static_cast<int>(end - begin);
+    const auto start = std::chrono::steady_clock::now();
+    while (begun < 2 && met) {
+      if (std::chrono::steady_clock::now() - start > std::chrono::seconds(20)) met = false;
+    }
+    EXPECT_EQ(end - begin, 1);
+  });
+  at::set_num_threads(before);
+  EXPECT_TRUE(met);
 }
 
 TEST(ParallelFor, ExceptionsReachTheCaller) {
