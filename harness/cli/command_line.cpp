@@ -257,12 +257,14 @@ void add_golden_commands(Program& p) {
 }
 
 void add_machine_commands(Program& p) {
-  CLI::App* bench = p.add(p.app,
-                          "bench",
-                          "Time forward and backward, as a share of the matrix product rate",
-                          "  lockstep bench\n  lockstep bench --tokens 1024 4096 --peer\n",
-                          false,
-                          [&p] { return run_command_bench(p.bench, p.context); });
+  CLI::App* bench =
+      p.add(p.app,
+            "bench",
+            "Time forward and backward by operator, as a share of the matrix product rate",
+            "  lockstep bench\n  lockstep bench --tokens 1024 4096 --peer\n"
+            "  lockstep bench --growth\n",
+            false,
+            [&p] { return run_command_bench(p.bench, p.context); });
   bench->add_option("--tokens", p.bench.tokens, "Document lengths; default: 256 1024 4096");
   bench->add_option("--policy", p.bench.policy, "Numerics policy")->capture_default_str();
   bench->add_option("--preset", p.bench.preset, "Model")->capture_default_str();
@@ -270,6 +272,10 @@ void add_machine_commands(Program& p) {
   bench->add_option("--repeats", p.bench.repeats, "Runs of each size; the fastest counts")
       ->capture_default_str()
       ->check(CLI::Range(1, 100));
+  bench->add_flag("--growth",
+                  p.bench.growth,
+                  "Compare one length (default 4096) with eight times the tokens, in one document "
+                  "and in eight");
   bench->add_flag("--forward-only", p.bench.forward_only, "No backward pass");
   bench->add_flag("--reference-ops", p.bench.reference_ops, "Time the plain reference operators");
   bench->add_flag("--peer",

@@ -76,7 +76,7 @@ struct BenchOptions {
   std::vector<int64_t> tokens;
   std::string policy = "float32", device = "cpu", preset = "mini";
   int repeats = 3;
-  bool forward_only = false, peer = false, reference_ops = false;
+  bool forward_only = false, peer = false, reference_ops = false, growth = false;
 };
 int run_command_bench(const BenchOptions& options, const Context& context);
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdlib>
 #include <limits>
 #include <nlohmann/json.hpp>
 
@@ -9,6 +10,7 @@
 #include "harness/launch/paths.hpp"
 #include "harness/trainer/trainer.hpp"
 #include "model/base/blas.hpp"
+#include "model/base/heap.hpp"
 #include "model/base/parallel.hpp"
 
 namespace lockstep::harness {
@@ -26,6 +28,28 @@ double fastest(int repeats, Body&& body) {
   return best;
 }
 
+double load_average() {
+  double minute = 0;
+  return getloadavg(&minute, 1) == 1 ? minute : 0;
+}
+
+/// One run that counts for memory only. False if the mark also holds what was before.
+bool measure_peak(Trainer& trainer, const Documents& documents, BenchPass& pass) {
+  const bool reset = reset_peak_memory();
+  trainer.run(documents);
+  pass.peak_bytes = peak_memory_bytes();
+  return reset;
+}
+
+/// Keeps the run if it is the fastest so far.
+void time_once(Trainer& trainer, const Documents& documents, BenchPass& pass) {
+  const OpTimer timer;
+  const double seconds = fastest(1, [&] { trainer.run(documents); });
+  if (pass.seconds > 0 && seconds >= pass.seconds) return;
+  pass.seconds = seconds;
+  pass.operators = timer.times();
+}
+
 void add_peer(const BenchPlan& plan,
               BenchTable& table,
               const std::function<void(std::string_view)>& say) {
@@ -37,19 +61,21 @@ void add_peer(const BenchPlan& plan,
   command.push_back(std::to_string(plan.repeats));
   if (!plan.backward) command.emplace_back("--forward-only");
   command.emplace_back("--tokens");
-  for (const int64_t tokens : plan.tokens) command.push_back(std::to_string(tokens));
+  for (const auto& lengths : plan.rows) {
+    if (lengths.size() == 1) command.push_back(std::to_string(lengths.front()));
+  }
   say("timing the peer (transformers, eager)");
   std::string bad;
   const Outcome outcome = run_command(command, {}, [&](std::string_view line) {
     try {
       const auto row = nlohmann::json::parse(line);
       for (BenchRow& own : table.rows) {
-        if (own.tokens != row.at("tokens").get<int64_t>()) continue;
+        if (own.documents != std::vector{row.at("tokens").get<int64_t>()}) continue;
         own.peer_forward_s = row.at("forward_s").get<double>();
         if (row.contains("forward_backward_s")) {
           own.peer_forward_backward_s = row.at("forward_backward_s").get<double>();
         }
-        say(fmt::format("peer, {} tokens: {}", own.tokens, line));
+        say(fmt::format("peer, {} tokens: {}", own.name(), line));
       }
     } catch (const nlohmann::json::exception&) {
       bad = line;
@@ -93,41 +119,53 @@ BenchTable run_bench(const BenchPlan& plan, const std::function<void(std::string
   if (plan.peer) require_golden_python("bench --peer");
   BenchTable table;
   table.threads = num_threads();
+  table.load_before = load_average();
   const model::ModelConfig config = model::preset_config(plan.preset);
   const std::shared_ptr<const model::WeightSource> source = model::seeded_source(config, 0);
   const parallel::Mesh mesh = parallel::Mesh::single();
   say("measuring the matrix product rate");
   table.sgemm_gflops = measure_sgemm_gflops();
-  for (const int64_t tokens : plan.tokens) {
-    const Documents documents =
-        random_documents({tokens}, config.vocab_size, config.pad_token_id.value_or(-1), 1);
+  TrainerOptions options;
+  options.numerics = plan.numerics;
+  options.reference_ops = plan.reference_ops;
+  Trainer forward(source, options, mesh);
+  options.grads = true;
+  options.logits = false;
+  Trainer forward_backward(source, options, mesh);
+
+  std::vector<Documents> documents;
+  for (const std::vector<int64_t>& lengths : plan.rows) {
+    documents.push_back(
+        random_documents(lengths, config.vocab_size, config.pad_token_id.value_or(-1), 1));
     BenchRow row;
-    row.tokens = tokens;
-    row.flops = count_flops(config, {tokens});
-    TrainerOptions options;
-    options.numerics = plan.numerics;
-    options.reference_ops = plan.reference_ops;
-    {
-      Trainer trainer(source, options, mesh);
-      trainer.run(random_documents({std::min<int64_t>(tokens, 128)}, config.vocab_size, -1, 2));
-      row.forward_s = fastest(plan.repeats, [&] { trainer.run(documents); });
-    }
-    if (plan.backward) {
-      options.grads = true;
-      options.logits = false;
-      Trainer trainer(source, options, mesh);
-      row.forward_backward_s = fastest(plan.repeats, [&] { trainer.run(documents); });
-    }
-    say(fmt::format(
-        "{} tokens: forward {:.3f} s{}",
-        tokens,
-        row.forward_s,
-        plan.backward ? fmt::format(", with backward {:.3f} s", row.forward_backward_s) : ""));
+    row.documents = lengths;
+    row.flops = count_flops(config, lengths);
     table.rows.push_back(row);
   }
-  // The rate once more: other load on the machine during the run shows as a difference.
-  table.sgemm_gflops = std::max(table.sgemm_gflops, measure_sgemm_gflops());
+  table.peak_by_pass = true;
+  for (int repeat = 0; repeat < plan.repeats; ++repeat) {
+    for (size_t r = 0; r < table.rows.size(); ++r) {
+      BenchRow& row = table.rows[r];
+      if (repeat == 0) {
+        table.peak_by_pass &= measure_peak(forward, documents[r], row.forward);
+        if (plan.backward) measure_peak(forward_backward, documents[r], row.forward_backward);
+      }
+      time_once(forward, documents[r], row.forward);
+      if (plan.backward) time_once(forward_backward, documents[r], row.forward_backward);
+      say(fmt::format("{} tokens, {} of {}: forward {:.3f} s{}",
+                      row.name(),
+                      repeat + 1,
+                      plan.repeats,
+                      row.forward.seconds,
+                      plan.backward
+                          ? fmt::format(", with backward {:.3f} s", row.forward_backward.seconds)
+                          : ""));
+      // The rate once more: other load on the machine during the run shows as a difference.
+      table.sgemm_gflops = std::max(table.sgemm_gflops, measure_sgemm_gflops());
+    }
+  }
   if (plan.peer) add_peer(plan, table, say);
+  table.load_after = load_average();
   return table;
 }
 

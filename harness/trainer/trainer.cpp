@@ -9,6 +9,7 @@
 #include "harness/trainer/parameters.hpp"
 #include "harness/trainer/router_load.hpp"
 #include "harness/trainer/trace.hpp"
+#include "model/base/op_timer.hpp"
 #include "model/layers/decoder.hpp"
 #include "model/layers/unit.hpp"
 #include "model/ops/head.hpp"
@@ -131,8 +132,11 @@ Tensor Trainer::Impl::forward(const parallel::ParallelPlan& plan,
   const auto head = [&](const model::LayerContext& inner, const Tensor& streams) {
     const Tensor h = model::finish(inner, streams);
     const Tensor lm_head = inner.params.get("lm_head.weight");
-    if (options.logits)
+    if (options.logits) {
+      const OpScope time("logits");
       result.local_logits = model::head_logits(h.detach(), lm_head.detach(), options.numerics);
+    }
+    const OpScope time("head");
     return options.reference_ops
                ? model::head_logprobs_reference(h, lm_head, local_labels, {}, options.numerics)
                      .logprobs
@@ -166,6 +170,7 @@ TrainerResult Trainer::Impl::run(const Documents& documents) {
     sharded->zero_grads();
     loss.backward();
     result.backward_s = seconds_since(start);
+    const OpScope time("gradients out");
     result.grads = whole(true, [&](const parallel::Shard& shard) {
       return shard.grad.defined() ? shard.grad
                                   : at::zeros(shard.value.sizes(), options.numerics.acc());

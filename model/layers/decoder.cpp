@@ -1,5 +1,6 @@
 #include "model/layers/decoder.hpp"
 
+#include "model/base/op_timer.hpp"
 #include "model/layers/dsa_layer.hpp"
 #include "model/layers/kda_layer.hpp"
 #include "model/layers/mlp_layer.hpp"
@@ -21,11 +22,13 @@ HcPre boundary(const LayerContext& ctx,
   const Tensor fn = name.param(prefix + ".fn"), base = name.param(prefix + ".base"),
                scale = name.param(prefix + ".scale");
   const Tensor weight = name.param(norm);
+  const OpScope time("hyper-connection in");
   return ctx.reference ? hc_pre_reference(x, fn, base, scale, weight, params, ctx.num)
                        : hc_pre(x, fn, base, scale, weight, params, ctx.num);
 }
 
 Tensor mix(const LayerContext& ctx, const Tensor& y, const Tensor& x, const HcPre& pre) {
+  const OpScope time("hyper-connection out");
   return ctx.reference ? hc_post_reference(y, x, pre.post, pre.comb, ctx.num)
                        : hc_post(y, x, pre.post, pre.comb, ctx.num);
 }
@@ -83,6 +86,7 @@ Tensor run_layers(const LayerContext& ctx,
 }
 
 Tensor embed_streams(const LayerContext& ctx, const Tensor& ids) {
+  const OpScope time("embedding");
   const Tensor embedded = embedding(
       ids, ctx.params.get("embed_tokens.weight"), ctx.config.pad_token_id.value_or(-1), ctx.num);
   return embedded.unsqueeze(1)
@@ -91,6 +95,7 @@ Tensor embed_streams(const LayerContext& ctx, const Tensor& ids) {
 }
 
 Tensor finish(const LayerContext& ctx, const Tensor& x_TnD) {
+  const OpScope time("final norm");
   const Tensor mean = hc_mean(x_TnD, ctx.num);
   const Tensor weight = ctx.params.get("norm.weight");
   const Tensor h = ctx.reference

@@ -1,5 +1,6 @@
 #include "model/layers/dsa_layer.hpp"
 
+#include "model/base/op_timer.hpp"
 #include "model/layers/split.hpp"
 #include "model/ops/indexer.hpp"
 #include "model/ops/linear.hpp"
@@ -18,31 +19,40 @@ Tensor select(const LayerContext& ctx,
   const ModelConfig& cfg = ctx.config;
   const Numerics& num = ctx.num;
   const Tensor x = x_TD.detach(), cq = cq_TR.detach();
+  const auto project = [&](const Tensor& value, std::string_view weight) {
+    return timed("indexer projections", [&] { return linear(value, name.param(weight), num); });
+  };
 
-  const Tensor k_local =
-      indexer_layer_norm(linear(x, name.param("self_attn.indexer.wk.weight"), num),
-                         name.param("self_attn.indexer.k_norm.weight"),
-                         name.param("self_attn.indexer.k_norm.bias"),
-                         num);
-  const Tensor gate_local = linear(x, name.param("self_attn.indexer.gate.weight"), num);
+  const Tensor k_raw = project(x, "self_attn.indexer.wk.weight");
+  const Tensor k_local = timed("indexer pooling", [&] {
+    return indexer_layer_norm(k_raw,
+                              name.param("self_attn.indexer.k_norm.weight"),
+                              name.param("self_attn.indexer.k_norm.bias"),
+                              num);
+  });
+  const Tensor gate_local = project(x, "self_attn.indexer.gate.weight");
   const Tensor k = ctx.seams.sequence.gather_rows(k_local, name("index keys"));
   const Tensor gate = ctx.seams.sequence.gather_rows(gate_local, name("index gates"));
   const Tensor ape = name.param("self_attn.indexer.ape");
   const std::vector<int64_t>& cu = ctx.packing.cu_seqlens();
-  const Tensor pooled = ctx.reference ? pool_keys_reference(k, gate, ape, cu, cfg.index_kpool, num)
-                                      : pool_keys(k, gate, ape, cu, cfg.index_kpool, num);
+  const Tensor pooled = timed("indexer pooling", [&] {
+    return ctx.reference ? pool_keys_reference(k, gate, ape, cu, cfg.index_kpool, num)
+                         : pool_keys(k, gate, ape, cu, cfg.index_kpool, num);
+  });
 
-  const Tensor q = linear(cq, name.param("self_attn.indexer.wq_b.weight"), num)
+  const Tensor q = project(cq, "self_attn.indexer.wq_b.weight")
                        .view({x.size(0), cfg.index_n_heads, cfg.index_head_dim});
   const Tensor weights_proj = name.param("self_attn.indexer.weights_proj.weight");
-  const Tensor head_weight = num.is<Switch::kIndexerHeadWeights>("fp32")
-                                 ? linear_acc(x, weights_proj, num)
-                                 : linear(x, weights_proj, num);
+  const Tensor head_weight = timed("indexer projections", [&] {
+    return num.is<Switch::kIndexerHeadWeights>("fp32") ? linear_acc(x, weights_proj, num)
+                                                       : linear(x, weights_proj, num);
+  });
   const IndexerParams params{.num_heads = cfg.index_n_heads,
                              .head_dim = cfg.index_head_dim,
                              .kpool = cfg.index_kpool,
                              .topk = cfg.index_topk,
                              .select_tail = cfg.index_always_select_tail};
+  const OpScope time("indexer selection");  // select_keys counts its scoring apart
   return ctx.reference ? select_keys_reference(q, head_weight, pooled, ctx.packing, params, num)
                        : select_keys(q, head_weight, pooled, ctx.packing, params, num);
 }
@@ -54,15 +64,19 @@ Tensor dsa_mixer(const LayerContext& ctx, int64_t layer, const Tensor& x_TD, Ten
   const Numerics& num = ctx.num;
   const LayerNames name(ctx, layer);
   const int64_t tokens = x_TD.size(0);
+  const auto project = [&](const Tensor& value, const Tensor& weight) {
+    return timed("attention projections", [&] { return linear(value, weight, num); });
+  };
   const auto norm = [&](const Tensor& value, std::string_view weight) {
+    const OpScope time("attention norms");
     return ctx.reference ? rms_norm_reference(value, name.param(weight), cfg.rms_norm_eps, num)
                          : rms_norm(value, name.param(weight), cfg.rms_norm_eps, num);
   };
 
-  const Tensor cq_TR = norm(linear(x_TD, name.param("self_attn.q_a_proj.weight"), num),
+  const Tensor cq_TR = norm(project(x_TD, name.param("self_attn.q_a_proj.weight")),
                             "self_attn.q_a_layernorm.weight");
   name.record("self_attn.q_a_layernorm", cq_TR);
-  const Tensor c_TR = norm(linear(x_TD, name.param("self_attn.kv_a_proj_with_mqa.weight"), num),
+  const Tensor c_TR = norm(project(x_TD, name.param("self_attn.kv_a_proj_with_mqa.weight")),
                            "self_attn.kv_a_layernorm.weight");
   name.record("self_attn.kv_a_layernorm", c_TR);
 
@@ -80,14 +94,16 @@ Tensor dsa_mixer(const LayerContext& ctx, int64_t layer, const Tensor& x_TD, Ten
   TensorSplit& tensor = ctx.seams.tensor;
   const Tensor q_b = name.param("self_attn.q_b_proj.weight");
   const int64_t heads = q_b.size(0) / cfg.qk_nope_head_dim;
-  const Tensor q = linear(tensor.enter(cq_TR, name("queries")), q_b, num)
+  const Tensor q = project(tensor.enter(cq_TR, name("queries")), q_b)
                        .view({tokens, heads, cfg.qk_nope_head_dim});
   const Tensor latent =
       ctx.seams.sequence.gather_rows(tensor.enter(c_TR, name("latents")), name("latents"));
   const Tensor kv_b = name.param("self_attn.kv_b_proj.weight");
-  const Tensor o = ctx.reference
-                       ? sparse_mla_reference(q, latent, kv_b, selection, cfg.v_head_dim, num)
-                       : sparse_mla(q, latent, kv_b, selection, cfg.v_head_dim, num);
+  const Tensor o = timed("sparse attention", [&] {
+    return ctx.reference ? sparse_mla_reference(q, latent, kv_b, selection, cfg.v_head_dim, num)
+                         : sparse_mla(q, latent, kv_b, selection, cfg.v_head_dim, num);
+  });
+  const OpScope time("attention projections");
   return project_out(ctx,
                      o.reshape({tokens, heads * cfg.v_head_dim}),
                      name.param("self_attn.o_proj.weight"),

@@ -2,6 +2,7 @@
 
 #include <array>
 
+#include "model/base/op_timer.hpp"
 #include "model/layers/split.hpp"
 #include "model/ops/conv.hpp"
 #include "model/ops/kda.hpp"
@@ -21,12 +22,16 @@ Tensor kda_mixer(const LayerContext& ctx, int64_t layer, const Tensor& x_TD) {
   const int64_t tokens = x_TD.size(0);
   const std::vector<int64_t>& cu = ctx.packing.local_cu_seqlens();
 
+  const auto project = [&](const Tensor& value, std::string_view weight) {
+    return timed("kda projections", [&] { return linear(value, name.param(weight), num); });
+  };
+
   const Tensor x_in = tensor.enter(x_TD, name("self_attn"));
 
   // The three convolutions share one halo exchange.
-  std::array<Tensor, 3> qkv = {linear(x_in, name.param("self_attn.q_proj.weight"), num),
-                               linear(x_in, name.param("self_attn.k_proj.weight"), num),
-                               linear(x_in, name.param("self_attn.v_proj.weight"), num)};
+  std::array<Tensor, 3> qkv = {project(x_in, "self_attn.q_proj.weight"),
+                               project(x_in, "self_attn.k_proj.weight"),
+                               project(x_in, "self_attn.v_proj.weight")};
   Tensor halo;
   if (!ctx.seams.sequence.is_local()) {
     halo = ctx.seams.sequence.conv_halo(at::cat({qkv[0], qkv[1], qkv[2]}, 1),
@@ -39,39 +44,42 @@ Tensor kda_mixer(const LayerContext& ctx, int64_t layer, const Tensor& x_TD) {
     const auto first = static_cast<int64_t>(i) * width;
     const Tensor part_halo = halo.defined() ? halo.narrow(2, first, width).contiguous() : Tensor();
     const Tensor weight = conv.narrow(0, first, width);
+    const OpScope time("convolution");
     qkv[i] = ctx.reference ? conv_silu_reference(qkv[i], weight, cu, part_halo, num)
                            : conv_silu(qkv[i], weight, cu, part_halo, num);
   }
 
   const auto low_rank = [&](std::string_view gate) {
-    return tensor.enter(
-        linear(x_TD, name.param(fmt::format("self_attn.{}_a_proj.weight", gate)), num),
-        name("self_attn gate"));
+    return tensor.enter(project(x_TD, fmt::format("self_attn.{}_a_proj.weight", gate)),
+                        name("self_attn gate"));
   };
-  const Tensor forget = linear(low_rank("f"), name.param("self_attn.f_b_proj.weight"), num);
+  const Tensor forget = project(low_rank("f"), "self_attn.f_b_proj.weight");
   KdaInput in;
   in.q = qkv[0].view({tokens, heads, dim});
   in.k = qkv[1].view({tokens, heads, dim});
   in.v = qkv[2].view({tokens, heads, dim});
   in.f = forget.view({tokens, heads, dim});
-  in.beta_logit = linear(x_in, name.param("self_attn.b_proj.weight"), num);
+  in.beta_logit = project(x_in, "self_attn.b_proj.weight");
   in.a_log = a_log;
   in.dt_bias = name.param("self_attn.dt_bias");
   in.cu = cu;
   in.lower_bound = cfg.linear_lower_bound;
   in.initial_state = ctx.seams.sequence.initial_state(
       in.q, {heads, dim, dim}, num.acc(), ctx.packing, name("kda state"));
-  const KdaOutput out = ctx.reference ? kda_recurrent_reference(in, num) : kda_chunk(in, num);
+  const KdaOutput out = timed(
+      "kda", [&] { return ctx.reference ? kda_recurrent_reference(in, num) : kda_chunk(in, num); });
   const Tensor o_THV =
       ctx.seams.sequence.hand_over(out.o, out.final_state, ctx.packing, name("kda state"));
 
-  const Tensor gate = linear(low_rank("g"), name.param("self_attn.g_b_proj.weight"), num)
-                          .view({tokens, heads, dim});
+  const Tensor gate =
+      project(low_rank("g"), "self_attn.g_b_proj.weight").view({tokens, heads, dim});
   // One weight for all heads: each rank's gradient is that of its heads.
   const Tensor norm = tensor.enter(name.param("self_attn.o_norm.weight"), name("self_attn.o_norm"));
-  const Tensor y = ctx.reference
-                       ? gated_rms_norm_reference(o_THV, gate, norm, cfg.rms_norm_eps, num)
-                       : gated_rms_norm(o_THV, gate, norm, cfg.rms_norm_eps, num);
+  const Tensor y = timed("kda gated norm", [&] {
+    return ctx.reference ? gated_rms_norm_reference(o_THV, gate, norm, cfg.rms_norm_eps, num)
+                         : gated_rms_norm(o_THV, gate, norm, cfg.rms_norm_eps, num);
+  });
+  const OpScope time("kda projections");
   return project_out(
       ctx, y.reshape({tokens, width}), name.param("self_attn.o_proj.weight"), name("self_attn"));
 }

@@ -1,5 +1,6 @@
 #include "model/layers/mlp_layer.hpp"
 
+#include "model/base/op_timer.hpp"
 #include "model/layers/split.hpp"
 #include "model/ops/moe.hpp"
 
@@ -11,6 +12,7 @@ Tensor experts(const LayerContext& ctx, const LayerNames& name, const Dispatched
   const Tensor gate_up = name.param("mlp.experts.gate_up_proj"),
                down = name.param("mlp.experts.down_proj");
   const auto run = [&](const Tensor& rows, const std::vector<int64_t>& offsets) {
+    const OpScope time("experts");
     return ctx.reference
                ? grouped_experts_reference(
                      rows, offsets, gate_up, down, ctx.config.swiglu_limit, ctx.num)
@@ -44,22 +46,29 @@ Tensor mixture(const LayerContext& ctx, int64_t layer, const Tensor& x_TD) {
       ctx.replay != nullptr ? (*ctx.replay)[static_cast<size_t>(layer)] : Tensor();
   const Tensor gate = name.param("mlp.gate.weight"),
                bias = name.param("mlp.gate.e_score_correction_bias");
-  const Routing routing = ctx.reference ? route_reference(x_TD, gate, bias, replay, router, num)
-                                        : route(x_TD, gate, bias, replay, router, num);
+  const Routing routing = timed("router", [&] {
+    return ctx.reference ? route_reference(x_TD, gate, bias, replay, router, num)
+                         : route(x_TD, gate, bias, replay, router, num);
+  });
   name.record("mlp.gate.experts", routing.experts);
 
   const Tensor x = tensor.enter(x_TD, name("mlp"));
   const Tensor weights =
       tensor.splits_sums() ? tensor.enter(routing.weights, name("mlp.gate")) : routing.weights;
-  const ExpertOrder order = order_by_expert(routing.experts, cfg.n_routed_experts);
-  const Dispatched there =
-      ctx.seams.experts.dispatch(gather_rows(x, order, num), order.offsets, name("mlp dispatch"));
+  const ExpertOrder order =
+      timed("expert rows", [&] { return order_by_expert(routing.experts, cfg.n_routed_experts); });
+  const Tensor rows = timed("expert rows", [&] { return gather_rows(x, order, num); });
+  const Dispatched there = ctx.seams.experts.dispatch(rows, order.offsets, name("mlp dispatch"));
   const Tensor out =
       ctx.seams.experts.combine(experts(ctx, name, there), there, name("mlp combine"));
-  Tensor y = ctx.reference ? combine_experts_reference(out, order, weights, num)
-                           : combine_experts(out, order, weights, num);
-  if (cfg.n_shared_experts > 0)
+  Tensor y = timed("expert rows", [&] {
+    return ctx.reference ? combine_experts_reference(out, order, weights, num)
+                         : combine_experts(out, order, weights, num);
+  });
+  if (cfg.n_shared_experts > 0) {
+    const OpScope time("shared expert");
     y = y + split_mlp(ctx, x, name("mlp.shared_experts."), name("mlp.shared_experts"));
+  }
   return tensor.splits_sums() ? tensor.leave(y, name("mlp")) : y;
 }
 
@@ -70,6 +79,7 @@ Tensor mlp(const LayerContext& ctx, int64_t layer, const Tensor& x_TD) {
     return mixture(ctx, layer, x_TD);
   const LayerNames name(ctx, layer);
   TensorSplit& tensor = ctx.seams.tensor;
+  const OpScope time("dense mlp");
   const Tensor y = split_mlp(ctx, tensor.enter(x_TD, name("mlp")), name("mlp."), name("mlp"));
   return tensor.splits_sums() ? tensor.leave(y, name("mlp")) : y;
 }

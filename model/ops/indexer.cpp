@@ -1,9 +1,12 @@
 #include "model/ops/indexer.hpp"
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <cmath>
 #include <type_traits>
 
+#include "model/base/op_timer.hpp"
 #include "model/ops/dynamic_tasks.hpp"
 #include "model/ops/fp8.hpp"
 #include "model/ops/indexer_kernel.hpp"
@@ -17,6 +20,37 @@ constexpr int64_t kRowGrain = 256;
 Tensor in_acc(const Tensor& x, const Numerics& num) {
   return x.detach().to(num.acc()).contiguous();
 }
+
+/// How the threads' time divides between scoring and selecting, while operators are timed.
+class Turns {
+ public:
+  /// Calls work() and counts its time for one of the two.
+  template <typename Work>
+  void scoring(Work work) {
+    measured(scoring_ns_, work);
+  }
+  template <typename Work>
+  void selecting(Work work) {
+    measured(selecting_ns_, work);
+  }
+  [[nodiscard]] double selecting_part() const {
+    const auto scoring = static_cast<double>(scoring_ns_),
+               rest = static_cast<double>(selecting_ns_);
+    return rest > 0 ? rest / (scoring + rest) : 0.0;
+  }
+
+ private:
+  template <typename Work>
+  void measured(std::atomic<int64_t>& sum, Work& work) const {
+    if (!on_) return work();
+    const auto start = std::chrono::steady_clock::now();
+    work();
+    sum += std::chrono::nanoseconds(std::chrono::steady_clock::now() - start).count();
+  }
+
+  bool on_ = op_timing();
+  std::atomic<int64_t> scoring_ns_{0}, selecting_ns_{0};
+};
 
 /// Queries of consecutive local rows of one document.
 struct QueryBlock {
@@ -86,6 +120,8 @@ void select_rows(const indexer::Scorer<T>& scorer,
     };
   });
   const std::vector<QueryBlock> blocks = query_blocks(packing);
+  OpScope time("indexer scoring");
+  Turns turns;
   dynamic_tasks(static_cast<int64_t>(blocks.size()), [&](int64_t) {
     // Scratch of one thread, filled on the first block that needs it.
     return [&,
@@ -103,35 +139,40 @@ void select_rows(const indexer::Scorer<T>& scorer,
       }
       if (any) {
         scratch.scores.resize(static_cast<size_t>(indexer::kQueryBlock * most_pools));
-        indexer::score_block(scorer,
-                             block.row,
-                             block.count,
-                             visible,
-                             panels[d].data(),
-                             pool_scale == nullptr ? nullptr : pool_scale + first_pool[d],
-                             scratch,
-                             scratch.scores.data(),
-                             most_pools);
+        turns.scoring([&] {
+          indexer::score_block(scorer,
+                               block.row,
+                               block.count,
+                               visible,
+                               panels[d].data(),
+                               pool_scale == nullptr ? nullptr : pool_scale + first_pool[d],
+                               scratch,
+                               scratch.scores.data(),
+                               most_pools);
+        });
       }
-      for (int64_t i = 0; i < block.count; ++i) {
-        const int64_t position = block.position + i, full = (position + 1) / params.kpool;
-        const int64_t taken = std::min(full, budget);
-        if (visible[i] > 0) {
-          const bool completes = (position + 1) % params.kpool == 0;
-          indexer::select_top(scratch.scores.data() + i * most_pools,
-                              full,
-                              budget,
-                              own_pool_first && completes ? full - 1 : -1,
-                              keys,
-                              pools.data());
-        } else {
-          for (int64_t p = 0; p < taken; ++p)
-            pools[static_cast<size_t>(p)] = static_cast<int32_t>(p);
+      turns.selecting([&] {
+        for (int64_t i = 0; i < block.count; ++i) {
+          const int64_t position = block.position + i, full = (position + 1) / params.kpool;
+          const int64_t taken = std::min(full, budget);
+          if (visible[i] > 0) {
+            const bool completes = (position + 1) % params.kpool == 0;
+            indexer::select_top(scratch.scores.data() + i * most_pools,
+                                full,
+                                budget,
+                                own_pool_first && completes ? full - 1 : -1,
+                                keys,
+                                pools.data());
+          } else {
+            for (int64_t p = 0; p < taken; ++p)
+              pools[static_cast<size_t>(p)] = static_cast<int32_t>(p);
+          }
+          write_row(params, cu[d], position, pools.data(), taken, out + (block.row + i) * width);
         }
-        write_row(params, cu[d], position, pools.data(), taken, out + (block.row + i) * width);
-      }
+      });
     };
   });
+  time.give("indexer selection", turns.selecting_part());
 }
 
 /// Runs f with a null pointer of the accumulation type.

@@ -5,6 +5,8 @@
 
 #include <filesystem>
 #include <fstream>
+#include <nlohmann/json.hpp>
+#include <set>
 
 #include "harness/launch/mpi_start.hpp"
 #include "model/checkpoint/safetensors.hpp"
@@ -91,6 +93,41 @@ TEST_F(Program, WrongCommandLinesAreExitTwoWithAHint) {
   expect_refused(lockstep({}), 2, {"--help"});
   expect_refused(lockstep({"golden"}), 2, {"golden"});
   expect_refused(lockstep({"bench", "--repeats", "0"}), 2, {"repeats"});
+}
+
+TEST_F(Program, BenchGivesTimesByOperatorAndGrowthAsJson) {
+  const Outcome outcome = lockstep(
+      {"bench", "--preset", "tiny", "--tokens", "48", "--growth", "--repeats", "1", "--json"});
+  ASSERT_EQ(outcome.exit_code, 0) << outcome.errors;
+  const auto json = nlohmann::json::parse(outcome.output);
+  const auto& rows = json.at("rows");
+  ASSERT_EQ(rows.size(), 3U);
+  EXPECT_EQ(rows[1].at("documents"), (std::vector<int64_t>{384}));
+  EXPECT_EQ(rows[2].at("documents"), std::vector<int64_t>(8, 48));
+  for (const auto& row : rows) {
+    for (const std::string pass : {"forward", "forward_backward"}) {
+      double sum = 0;
+      std::set<std::string> names;
+      for (const auto& op : row.at(pass + "_operators")) {
+        sum += op.at("forward_s").get<double>() + op.at("backward_s").get<double>();
+        names.insert(op.at("name"));
+      }
+      EXPECT_LE(sum, row.at(pass + "_s").get<double>()) << pass;
+      for (const char* name : {"kda", "indexer scoring", "indexer selection", "sparse attention"}) {
+        EXPECT_TRUE(names.contains(name)) << name;
+      }
+      EXPECT_TRUE(row.contains(pass + "_peak_bytes"));
+    }
+  }
+  ASSERT_EQ(json.at("growth").size(), 2U);
+  EXPECT_GT(json.at("growth")[0].at("forward").at("without_scoring"), 0);
+  EXPECT_TRUE(json.at("growth")[1].at("forward_backward").at("operators").contains("experts"));
+
+  const Outcome table =
+      lockstep({"bench", "--preset", "tiny", "--tokens", "16", "--growth", "--repeats", "1"});
+  EXPECT_THAT(table.output, HasSubstr("16 -> 128 tokens, everything but indexer scoring:"));
+  EXPECT_THAT(table.output, HasSubstr("16 -> 8 x 16 tokens, everything:"));
+  expect_refused(lockstep({"bench", "--growth", "--tokens", "16", "32"}), 2, {"2 lengths"});
 }
 
 TEST_F(Program, JsonErrorsAreOnStandardOutputToo) {
