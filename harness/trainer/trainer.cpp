@@ -82,6 +82,13 @@ struct Trainer::Impl {
     mesh.tokens().all_reduce_sum(total, "loss");
     return total.item<double>();
   }
+  [[nodiscard]] parallel::TrainingParts parts() const {
+    LOCKSTEP_CHECK(sharded != nullptr,
+                   kConfig,
+                   "trainer: weights streamed from disk have no training state; drop "
+                   "--stream-layers");
+    return {config, options.numerics, mesh, *sharded, optimizer.get()};
+  }
   template <typename PickTensor>
   std::map<std::string, Tensor> whole(bool trainable_only, PickTensor&& pick) const;
 
@@ -248,7 +255,13 @@ std::map<std::string, Tensor> Trainer::weights() const {
   return impl_->whole(false, [](const parallel::Shard& shard) { return shard.value; });
 }
 
-parallel::ShardedParameters* Trainer::sharded() { return impl_->sharded; }
-parallel::Optimizer* Trainer::optimizer() { return impl_->optimizer.get(); }
+void Trainer::save(const std::string& folder, std::map<std::string, std::string> values) const {
+  const int64_t step = impl_->optimizer ? impl_->optimizer->num_steps() : 0;
+  parallel::save_checkpoint(folder, {step, std::move(values)}, impl_->parts());
+}
+
+parallel::TrainingState Trainer::load(const std::string& folder) {
+  return parallel::load_checkpoint(folder, impl_->parts());
+}
 
 }  // namespace lockstep::harness

@@ -13,6 +13,7 @@
 #include "model/checkpoint/weight_source.hpp"
 #include "model/config/numerics.hpp"
 #include "model/config/topology.hpp"
+#include "parallel/checkpoint/distributed_checkpoint.hpp"
 #include "parallel/mesh/mesh.hpp"
 #include "parallel/optim/optimizer.hpp"
 
@@ -84,10 +85,11 @@ class Trainer {
   /// shards. Collective.
   [[nodiscard]] std::map<std::string, Tensor> weights() const;
 
-  /// This rank's part, for checkpoints. Null when weights are streamed; no optimizer without
-  /// TrainerOptions::optimizer.
-  [[nodiscard]] parallel::ShardedParameters* sharded();
-  [[nodiscard]] parallel::Optimizer* optimizer();
+  /// Masters, moments, step count and the caller's values in a new folder (see save_checkpoint), at
+  /// any topology readable. Collective.
+  void save(const std::string& folder, std::map<std::string, std::string> values = {}) const;
+  /// Goes on from there: weights, and moments if this trainer has an optimizer. Collective.
+  parallel::TrainingState load(const std::string& folder);
 
  private:
   struct Impl;

@@ -98,6 +98,16 @@ std::vector<std::string> write_safetensors(const std::string& folder,
                                            const std::vector<TensorToWrite>& tensors,
                                            const WriteOptions& options = {});
 
+/// Where the bytes of each tensor of one file will be, for writers that fill it together.
+struct SafetensorsLayout {
+  std::string head;                        ///< first bytes of the file: length and JSON header
+  std::map<std::string, uint64_t> offset;  ///< of each tensor's data in the file
+  uint64_t file_bytes = 0;
+};
+/// `produce` is not called.
+SafetensorsLayout layout_safetensors(const std::vector<TensorToWrite>& tensors,
+                                     const std::map<std::string, std::string>& metadata);
+
 /// One file of tensors in memory.
 void write_safetensors_file(const std::string& path,
                             const std::map<std::string, Tensor>& tensors,

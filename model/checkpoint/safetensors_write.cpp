@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <filesystem>
+#include <limits>
 #include <nlohmann/json.hpp>
 #include <set>
 
@@ -47,16 +48,19 @@ std::string header_of(const Shard& shard, const std::map<std::string, std::strin
   return text;
 }
 
+/// Length and header: what comes before the data.
+std::string head_of(const Shard& shard, const std::map<std::string, std::string>& metadata) {
+  const std::string header = header_of(shard, metadata);
+  std::string head;
+  for (size_t i = 0; i < 8; ++i) head.push_back(static_cast<char>(header.size() >> (8 * i) & 0xFF));
+  return head + header;
+}
+
 void write_shard(AtomicFile& file,
                  const Shard& shard,
                  const std::map<std::string, std::string>& metadata) {
-  const std::string header = header_of(shard, metadata);
-  std::array<unsigned char, 8> length{};
-  for (size_t i = 0; i < 8; ++i) {
-    length[i] = static_cast<unsigned char>(header.size() >> (8 * i) & 0xFF);
-  }
-  file.write(length.data(), length.size());
-  file.write(header.data(), header.size());
+  const std::string head = head_of(shard, metadata);
+  file.write(head.data(), head.size());
   for (const TensorToWrite* tensor : shard) {
     const Tensor value = tensor->produce().contiguous();
     check_shape(value, tensor->shape, tensor->name);
@@ -130,6 +134,18 @@ std::vector<std::string> write_safetensors(const std::string& folder,
   }
   for (const auto& file : open) file->commit();
   return files;
+}
+
+SafetensorsLayout layout_safetensors(const std::vector<TensorToWrite>& tensors,
+                                     const std::map<std::string, std::string>& metadata) {
+  const Shard shard = split(tensors, std::numeric_limits<uint64_t>::max()).front();
+  SafetensorsLayout layout{head_of(shard, metadata), {}, 0};
+  layout.file_bytes = layout.head.size();
+  for (const TensorToWrite* tensor : shard) {
+    layout.offset[tensor->name] = layout.file_bytes;
+    layout.file_bytes += tensor->bytes();
+  }
+  return layout;
 }
 
 void write_safetensors_file(const std::string& path,

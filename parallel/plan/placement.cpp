@@ -24,6 +24,43 @@ std::vector<int64_t> Placement::shape() const {
   return slice.shape(std::move(s));
 }
 
+std::vector<Run> runs(const Placement& placement, int64_t begin, int64_t end) {
+  const std::vector<int64_t>& whole = placement.parameter.shape;
+  const auto product = [&](size_t from, size_t to) {
+    int64_t count = 1;
+    for (size_t d = from; d < to; ++d) count *= whole[d];
+    return count;
+  };
+  std::vector<Run> result;
+  int64_t part = 0;
+  const auto add = [&](int64_t at, int64_t count) {
+    if (count <= 0) return;
+    result.push_back({at, part, count});
+    part += count;
+  };
+  const int64_t row = product(1, whole.size());
+  if (placement.slice.dim < 0) {
+    add((placement.first + begin) * row, (end - begin) * row);
+  } else if (placement.slice.dim == 0) {
+    int64_t before = 0;  // rows of the part in earlier ranges
+    for (const auto& [from, to] : placement.slice.ranges) {
+      const int64_t first = std::max(begin - before, int64_t{0}),
+                    last = std::min(end - before, to - from);
+      if (first < last) add((placement.first + from + first) * row, (last - first) * row);
+      before += to - from;
+    }
+  } else {
+    const auto dim = static_cast<size_t>(placement.slice.dim);
+    const int64_t middle = product(1, dim), inner = product(dim + 1, whole.size());
+    for (int64_t r = (placement.first + begin) * middle; r < (placement.first + end) * middle;
+         ++r) {
+      for (const auto& [from, to] : placement.slice.ranges)
+        add((r * whole[dim] + from) * inner, (to - from) * inner);
+    }
+  }
+  return result;
+}
+
 std::vector<int64_t> expert_cuts(const model::ModelConfig& config,
                                  const model::Topology& topology) {
   return even_cuts(config.n_routed_experts, topology.ep);

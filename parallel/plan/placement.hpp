@@ -24,6 +24,15 @@ struct Placement {
   }
 };
 
+/// Consecutive elements of a whole parameter that are consecutive in a rank's part, too.
+struct Run {
+  int64_t whole, part, count;
+};
+
+/// Rows [begin, end) of the part, as runs in part order (part 0 is the first element of row
+/// `begin`).
+std::vector<Run> runs(const Placement& placement, int64_t begin, int64_t end);
+
 /// Experts of each ep rank, {0, ..., num_experts}.
 std::vector<int64_t> expert_cuts(const model::ModelConfig& config, const model::Topology& topology);
 

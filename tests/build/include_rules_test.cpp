@@ -27,7 +27,8 @@ const Rooms kParallel = {"parallel/comm",
                          "parallel/cp",
                          "parallel/tp",
                          "parallel/optim",
-                         "parallel/plan"};
+                         "parallel/plan",
+                         "parallel/checkpoint"};
 
 Rooms operator+(Rooms a, const Rooms& b) {
   a.insert(b.begin(), b.end());
@@ -54,6 +55,7 @@ const std::map<std::string, Rooms>& law() {
       {"parallel/cp", kScheme},
       {"parallel/tp", kScheme},
       {"parallel/plan", kModel + kParallel},
+      {"parallel/checkpoint", kModel + kParallel},
       {"harness/trainer", kModel + kParallel},
       {"harness/result", {"model/base", "model/config", "golden/store", "golden/compare"}},
       {"harness/launch",
@@ -89,6 +91,7 @@ const std::map<std::string, Rooms>& third_party() {
       {"nlohmann/",
        {"model/config",
         "model/checkpoint",
+        "parallel/checkpoint",
         "golden/store",
         "harness/result",
         "harness/launch",
