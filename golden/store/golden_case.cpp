@@ -99,7 +99,17 @@ std::vector<int64_t> GoldenCase::cu_seqlens() const {
   return {cu.data_ptr<int64_t>(), cu.data_ptr<int64_t>() + cu.numel()};
 }
 
+std::filesystem::path GoldenCase::checkpoint() const {
+  if (!file_.has_attribute("", "checkpoint")) return {};
+  return file_.path().parent_path() / file_.attribute_string("", "checkpoint");
+}
+
 std::map<std::string, Tensor> GoldenCase::weights() const {
+  LOCKSTEP_CHECK(checkpoint().empty(),
+                 kGolden,
+                 "golden {}: no seed makes its weights; open the checkpoint {}",
+                 name_,
+                 checkpoint().string());
   std::map<std::string, Tensor> out;
   Sha256 digest;
   for (const auto& rule : rules_) {

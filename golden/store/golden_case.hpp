@@ -59,9 +59,13 @@ class GoldenCase {
   [[nodiscard]] Tensor ids() const;  ///< int64 [T], documents concatenated
   [[nodiscard]] std::vector<int64_t> cu_seqlens() const;
 
+  /// The checkpoint folder whose weights the reference ran with; empty: weights follow from the
+  /// seed. config_json() is then that folder's config.json, and there are no weight rules.
+  [[nodiscard]] std::filesystem::path checkpoint() const;
+
   [[nodiscard]] const std::vector<WeightRule>& weight_rules() const { return rules_; }
-  /// All weights by checkpoint name. Throws kGolden when their bytes differ from those the
-  /// reference ran with.
+  /// All weights by checkpoint name, by rule. Throws kGolden when their bytes differ from those the
+  /// reference ran with, or when they are those of a checkpoint.
   [[nodiscard]] std::map<std::string, Tensor> weights() const;
 
   [[nodiscard]] Tensor logits() const;  ///< float64 [T, V]

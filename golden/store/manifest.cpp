@@ -18,6 +18,49 @@ std::string remake(const std::filesystem::path& dir, std::string_view name) {
       dir.string());
 }
 
+void verify_file(const std::filesystem::path& dir,
+                 const std::string& name,
+                 const ManifestFile& listed) {
+  const auto path = dir / listed.file;
+  LOCKSTEP_CHECK(std::filesystem::exists(path),
+                 kGolden,
+                 "golden {}: {} is missing; {}",
+                 name,
+                 path.string(),
+                 remake(dir, name));
+  const auto size = static_cast<int64_t>(std::filesystem::file_size(path));
+  LOCKSTEP_CHECK(size == listed.size_bytes,
+                 kGolden,
+                 "golden {}: {} has {} bytes, the manifest says {}; {}",
+                 name,
+                 path.string(),
+                 size,
+                 listed.size_bytes,
+                 remake(dir, name));
+  const std::string digest = sha256_file(path);
+  LOCKSTEP_CHECK(digest == listed.sha256,
+                 kGolden,
+                 "golden {}: {} has sha256 {}, the manifest says {}; {}",
+                 name,
+                 path.string(),
+                 digest,
+                 listed.sha256,
+                 remake(dir, name));
+}
+
+ManifestFile read_file(const nlohmann::json& file) {
+  return {file.at("file").get<std::string>(),
+          file.at("sha256").get<std::string>(),
+          file.at("size").get<int64_t>()};
+}
+
+std::vector<ManifestFile> read_checkpoint_files(const nlohmann::json& entry) {
+  std::vector<ManifestFile> files;
+  if (!entry.contains("checkpoint_files")) return files;
+  for (const auto& file : entry.at("checkpoint_files")) files.push_back(read_file(file));
+  return files;
+}
+
 }  // namespace
 
 std::vector<ManifestEntry> read_manifest(const std::filesystem::path& dir) {
@@ -42,7 +85,8 @@ std::vector<ManifestEntry> read_manifest(const std::filesystem::path& dir) {
                          e.at("torch").get<std::string>(),
                          e.at("transformers").get<std::string>(),
                          e.at("size").get<int64_t>(),
-                         e.at("seed").get<int64_t>()});
+                         e.at("seed").get<int64_t>(),
+                         read_checkpoint_files(e)});
     }
   } catch (const nlohmann::json::exception& error) {
     fail(ErrorKind::kGolden,
@@ -80,31 +124,8 @@ ManifestEntry find_entry(const std::filesystem::path& dir, std::string_view name
 }
 
 void verify_entry(const std::filesystem::path& dir, const ManifestEntry& entry) {
-  const auto path = dir / entry.file;
-  LOCKSTEP_CHECK(std::filesystem::exists(path),
-                 kGolden,
-                 "golden {}: {} is missing; {}",
-                 entry.name,
-                 path.string(),
-                 remake(dir, entry.name));
-  const auto size = static_cast<int64_t>(std::filesystem::file_size(path));
-  LOCKSTEP_CHECK(size == entry.size_bytes,
-                 kGolden,
-                 "golden {}: {} has {} bytes, the manifest says {}; {}",
-                 entry.name,
-                 path.string(),
-                 size,
-                 entry.size_bytes,
-                 remake(dir, entry.name));
-  const std::string digest = sha256_file(path);
-  LOCKSTEP_CHECK(digest == entry.sha256,
-                 kGolden,
-                 "golden {}: {} has sha256 {}, the manifest says {}; {}",
-                 entry.name,
-                 path.string(),
-                 digest,
-                 entry.sha256,
-                 remake(dir, entry.name));
+  verify_file(dir, entry.name, {entry.file, entry.sha256, entry.size_bytes});
+  for (const ManifestFile& file : entry.checkpoint_files) verify_file(dir, entry.name, file);
 }
 
 }  // namespace lockstep::golden

@@ -70,14 +70,21 @@ Workload golden_workload(const golden::GoldenCase& stored) {
   Workload work;
   const model::ModelConfig config = model::parse_config(
       stored.config_json(), model::ConfigDefaults::kRefuse, "golden case " + stored.name());
-  work.source = model::seeded_source(config, stored.seed());
+  if (const auto folder = stored.checkpoint(); !folder.empty()) {
+    work.source = model::open_checkpoint(folder.string());
+    work.checkpoint = fmt::format("golden {}, checkpoint {}",
+                                  stored.name(),
+                                  (folder.parent_path().filename() / folder.filename()).string());
+  } else {
+    work.source = model::seeded_source(config, stored.seed());
+    work.checkpoint = fmt::format("golden {}, seed {}", stored.name(), stored.seed());
+  }
   const Tensor ids = stored.ids().contiguous();
   const int64_t* id = ids.const_data_ptr<int64_t>();
   const std::vector<int64_t> cu = stored.cu_seqlens();
   std::vector<std::vector<int64_t>> documents;
   for (size_t d = 0; d + 1 < cu.size(); ++d) documents.emplace_back(id + cu[d], id + cu[d + 1]);
   work.documents = make_documents(documents);
-  work.checkpoint = "golden " + stored.name();
   for (const char* key : {"generator_commit", "torch", "transformers", "cpu", "weights_sha256"}) {
     if (!stored.file().has_attribute("", key)) continue;
     work.provenance.emplace_back(key, stored.file().attribute_string("", key));

@@ -17,7 +17,7 @@ namespace lockstep::harness {
 struct Workload {
   std::shared_ptr<const model::WeightSource> source;
   Documents documents = make_documents({});
-  std::string checkpoint;  ///< "preset tiny, seed 3", folder name, "golden tiny"
+  std::string checkpoint;  ///< "preset tiny, seed 3", folder name, "golden tiny, seed 1"
   std::vector<std::pair<std::string, std::string>> provenance;
 };
 
@@ -29,7 +29,8 @@ model::ModelConfig resolve_config(const ModelSpec& model);
 /// resolve_config, and kInput for documents that the model cannot take.
 Workload load_workload(const Scenario& scenario);
 
-/// Weights and documents of a stored case.
+/// Weights and documents of a stored case: weights by formula from its seed, or those of the
+/// checkpoint that was stored with it.
 Workload golden_workload(const golden::GoldenCase& stored);
 
 /// `source` with decay_bias added to dt_bias of every KDA layer.
