@@ -121,15 +121,22 @@ SketchComparison compare_sketch(const Tensor& got,
     out.rel_l2 = relative(std::sqrt(sum / static_cast<double>(kTensorProjections)));
   } else {
     out.rel_l2 = relative(std::sqrt(sum / static_cast<double>(kTokenProjections)));
+    double fourth = 0.0;  // as shares of the sum, so that nothing underflows
     for (int64_t r = 0; r < rows; ++r) {
       const double x = a[1 + 2 * r] - b[1 + 2 * r], y = a[2 + 2 * r] - b[2 + 2 * r];
-      out.token_error.push_back(
-          relative(std::sqrt((x * x + y * y) / 2.0 * static_cast<double>(rows))));
+      const double square = x * x + y * y;
+      out.token_error.push_back(relative(std::sqrt(square / 2.0 * static_cast<double>(rows))));
+      fourth += (square / sum) * (square / sum);
+    }
+    // With f the sum of squares of the rows' estimates and s their sum, f is on average twice the
+    // sum of e^4, and s^2 is (sum of e^2)^2 + (sum of e^4): 2 (s^2 - f/2) / (f/2).
+    if (fourth > 0.0) {
+      out.num_projections = std::clamp<int64_t>(std::llround(4.0 / fourth - 2.0), 2, 2 * rows);
     }
   }
   const auto kept = sketch_rows(name, rows);
   const auto num_kept = static_cast<int64_t>(kept.size());
-  const int64_t begin = 1 + out.num_projections;
+  const int64_t begin = 1 + projections_of(form, rows);
   out.rows = compare(mine.narrow(0, begin, num_kept * width).reshape({num_kept, width}),
                      theirs.narrow(0, begin, num_kept * width).reshape({num_kept, width}),
                      name,

@@ -31,8 +31,10 @@ Tensor make_sketch(std::string_view name, const Tensor& tensor, SketchForm form)
 struct SketchComparison {
   double norm_error = 0.0;  ///< | |got| - |want| | / |want|
   double rel_l2 = 0.0;      ///< estimate of |got - want| / |want| from the projections
-  /// Estimates are this many projections' work: with N their relative standard deviation is about
-  /// 1 / sqrt(2 N) for kTensor, and at least that for kTokens (an error may sit in few rows).
+  /// With N of these the estimate's relative standard deviation is about 1 / sqrt(2 N). kTensor:
+  /// all 64. kTokens: each row has projections of its own, so an error that sits in few rows is
+  /// seen by few of them; N is 2 (sum of e^2)^2 / (sum of e^4) over the errors e of the rows,
+  /// estimated too, from 2 to twice the number of rows.
   int64_t num_projections = 0;
   Comparison rows;  ///< the whole rows: exact metrics and coordinates inside the tensor
   /// kTokens: estimated error of each row, relative to the root mean square row norm of want.

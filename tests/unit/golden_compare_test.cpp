@@ -323,6 +323,35 @@ TEST(Sketch, EstimatesTheErrorAndFindsTheToken) {
   EXPECT_EQ(sketch_rows("x", 1), (std::vector<int64_t>{0}));
 }
 
+TEST(Sketch, KnowsThatAnErrorInFewRowsIsSeenByFewProjections) {
+  const int64_t rows = 150, width = 40;
+  const Tensor want = random("w", {rows, width});
+  const Tensor stored = make_sketch("layers.0", want, SketchForm::kTokens);
+  int outside_all = 0;
+  double fewest = kInf, most = 0.0;
+  for (int trial = 0; trial < 200; ++trial) {
+    Tensor got = want.clone();
+    for (const int64_t row : {3, 77, 140}) {
+      got[row] += 1e-3 * random(fmt::format("error {} {}", trial, row), {width});
+    }
+    const double truth = compare(got, want, "t").rel_l2;
+    const auto c = compare_sketch(got, stored, {rows, width}, SketchForm::kTokens, "layers.0");
+    const double count = static_cast<double>(c.num_projections);
+    fewest = std::min(fewest, count);
+    most = std::max(most, count);
+    EXPECT_LT(c.rel_l2, truth * sketch_slack(c.num_projections)) << trial;
+    outside_all += c.rel_l2 > truth * sketch_slack(2 * rows) ? 1 : 0;
+  }
+  EXPECT_GE(fewest, 2.0);
+  EXPECT_LE(most, 10.0);
+  EXPECT_GT(outside_all, 10) << "what counting all 300 projections would call too large";
+
+  // Evenly spread errors keep all of them, up to the estimate's own scatter.
+  const Tensor even = want + 1e-6 * random("n", {rows, width});
+  const auto c = compare_sketch(even, stored, {rows, width}, SketchForm::kTokens, "layers.0");
+  EXPECT_GT(c.num_projections, 220);
+}
+
 TEST(Sketch, IsTheOneTheGeneratorWrites) {
   // Numbers from golden/make/sketch.py for the same seeded tensor.
   const auto u = seeded_uniform(5, "sketch-check", 37 * 29);
