@@ -22,10 +22,6 @@ struct Item {
   std::optional<golden::StoredTensor> sketch;
 };
 
-bool is_wide(const Side& side) {
-  return side.spec == nullptr || numerics_of(*side.spec).width() == model::Width::kFloat64;
-}
-
 const Side& run_side(const Side& left, const Side& right) {
   return left.run != nullptr ? left : right;
 }
@@ -43,11 +39,11 @@ const std::vector<RankRows>& ranks_of(const Side& left, const Side& right) {
   return none;
 }
 
-Item whole_subject(const Side& side, const std::string& what, bool wide) {
+Item whole_subject(const Side& side, const std::string& what) {
   Item item;
   if (what == "loss") {
     const double loss = side.stored != nullptr ? side.stored->loss() : side.run->loss;
-    item.values = at::scalar_tensor(loss, wide ? at::kDouble : at::kFloat);
+    item.values = at::scalar_tensor(loss, at::kDouble);
   } else if (what == "logits") {
     item.values = side.stored != nullptr ? side.stored->logits() : side.run->logits;
   } else {
@@ -270,9 +266,8 @@ void compare_named(const CompareSpec& spec, const Side& left, const Side& right,
 }
 
 void compare_whole(const CompareSpec& spec, const Side& left, const Side& right, Comparison& out) {
-  const bool wide = is_wide(left) && is_wide(right);
-  const Tensor got = whole_subject(left, spec.what, wide).values;
-  const Tensor want = whole_subject(right, spec.what, wide).values;
+  const Tensor got = whole_subject(left, spec.what).values;
+  const Tensor want = whole_subject(right, spec.what).values;
   out.value = measure(spec.metric, got, want, spec.what);
   out.limit = limit_for(spec, left, right, spec.what, slack_of(want));
   if (spec.what == "loss") return;
@@ -361,9 +356,8 @@ std::vector<Series> error_series(const CompareSpec& spec,
                                  const std::string& legend) {
   std::vector<Series> result;
   if (spec.what == "logits" || spec.what == "logprobs") {
-    const bool wide = is_wide(left) && is_wide(right);
-    const Tensor got = whole_subject(left, spec.what, wide).values;
-    const Tensor want = whole_subject(right, spec.what, wide).values;
+    const Tensor got = whole_subject(left, spec.what).values;
+    const Tensor want = whole_subject(right, spec.what).values;
     if (got.sizes() != want.sizes()) return result;
     Series series;
     series.kind = ChartKind::kToken;

@@ -69,7 +69,7 @@ struct Trainer::Impl {
   }
 
   /// Forward of this rank's part of a batch. Returns its share of the loss: summed over ranks it is
-  /// the sum over all targets, divided by `divisor`.
+  /// the sum over all targets, divided by `divisor`; result.loss is the same share in float64.
   Tensor forward(const parallel::ParallelPlan& plan,
                  const Documents& documents,
                  int64_t divisor,
@@ -77,8 +77,8 @@ struct Trainer::Impl {
                  TrainerResult& result);
   TrainerResult run(const Documents& documents);
   TrainStep train_step(const std::vector<Documents>& micro_batches);
-  [[nodiscard]] double sum_over_ranks(const Tensor& loss) const {
-    Tensor total = loss.detach().to(at::kDouble).reshape({1}).clone();
+  [[nodiscard]] double sum_over_ranks(double share) const {
+    Tensor total = at::full({1}, share, at::kDouble);
     mesh.tokens().all_reduce_sum(total, "loss");
     return total.item<double>();
   }
@@ -153,7 +153,10 @@ Tensor Trainer::Impl::forward(const parallel::ParallelPlan& plan,
       model::run_unit(ctx, model::head_unit(config.num_hidden_layers), x, false, head);
   result.local_logprobs =
       logprobs.detach().masked_fill(local_labels.lt(0), std::numeric_limits<double>::quiet_NaN());
-  return logprobs.sum().neg().div(static_cast<double>(std::max<int64_t>(divisor, 1)));
+  const auto targets = static_cast<double>(std::max<int64_t>(divisor, 1));
+  // The loss that is reported: one number, whose last digits rounding to float32 would hide.
+  result.loss = -logprobs.detach().sum(at::kDouble).item<double>() / targets;
+  return logprobs.sum().neg().div(targets);
 }
 
 TrainerResult Trainer::Impl::run(const Documents& documents) {
@@ -169,7 +172,7 @@ TrainerResult Trainer::Impl::run(const Documents& documents) {
   result.num_targets = num_targets(documents);
   const Tensor loss = forward(
       plan, documents, result.num_targets, options.trace.empty() ? nullptr : &trace, result);
-  result.loss = sum_over_ranks(loss);
+  result.loss = sum_over_ranks(result.loss);
   result.forward_s = seconds_since(start);
 
   if (options.grads) {
@@ -214,11 +217,11 @@ TrainStep Trainer::Impl::train_step(const std::vector<Documents>& micro_batches)
   sharded->zero_grads();
   for (const Documents& documents : micro_batches) {
     const parallel::ParallelPlan plan(config, options.numerics, mesh, documents.packing, {});
-    TrainerResult unused;
+    TrainerResult part;
     auto start = std::chrono::steady_clock::now();
     const Tensor loss =
-        forward(plan, documents, step.num_targets, balances ? &load : nullptr, unused);
-    step.loss += sum_over_ranks(loss);
+        forward(plan, documents, step.num_targets, balances ? &load : nullptr, part);
+    step.loss += sum_over_ranks(part.loss);
     step.forward_s += seconds_since(start);
     start = std::chrono::steady_clock::now();
     loss.backward();
