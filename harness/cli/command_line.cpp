@@ -227,13 +227,23 @@ void add_golden_commands(Program& p) {
             "verify",
             "Check hashes, then run stored cases and hold them against their limits",
             "  lockstep golden verify\n  lockstep golden verify tiny packing --policy "
-            "float32\n  lockstep golden verify --hashes-only\n",
+            "float32\n  lockstep golden verify --hashes-only\n"
+            "  lockstep golden verify tiny packing --fresh-seed 101 202\n",
             false,
             [&p] { return run_command_golden_verify(p.golden, p.context); });
   verify->add_option("cases", p.golden.cases, "Cases; default: all");
   verify->add_option("--policy", p.golden.policies, "Policies; default: float64 float32 hf-bf16");
-  verify->add_flag("--hashes-only", p.golden.hashes_only, "Only the hashes of the manifest");
-  verify->add_option("--data", p.golden.data, data_help);
+  CLI::Option* hashes =
+      verify->add_flag("--hashes-only", p.golden.hashes_only, "Only the hashes of the manifest");
+  CLI::Option* folder = verify->add_option("--data", p.golden.data, data_help);
+  verify
+      ->add_option("--fresh-seed",
+                   p.golden.fresh_seeds,
+                   "Not the stored cases: make them anew from these seeds in the cache folder "
+                   "(needs scripts/setup --golden)")
+      ->excludes(hashes)
+      ->excludes(folder)
+      ->check(CLI::Range(int64_t{0}, int64_t{1} << 31));
 
   CLI::App* make =
       p.add(*golden,
@@ -244,6 +254,10 @@ void add_golden_commands(Program& p) {
             [&p] { return run_command_golden_make(p.golden, p.context); });
   make->add_option("cases", p.golden.cases, "Cases; default: all");
   make->add_option("--data", p.golden.data, "Folder to write")->required();
+  make->add_option("--seed",
+                   p.golden.seed,
+                   "First seed to try; later ones follow while a top-k choice is nearly tied "
+                   "[the stored cases start at 1]");
 
   CLI::App* diff = p.add(*golden,
                          "diff",

@@ -65,6 +65,8 @@ struct GoldenOptions {
   std::vector<std::string> cases;
   std::filesystem::path data, other;
   std::vector<std::string> policies;
+  std::vector<int64_t> fresh_seeds;  ///< verify: not the stored cases but new ones from these
+  std::optional<int64_t> seed;       ///< make: the first seed to try
   bool hashes_only = false;
 };
 int run_command_golden_list(const GoldenOptions& options, const Context& context);

@@ -66,6 +66,19 @@ void print_table(const GoldenVerifyResult& result) {
       }
     }
   }
+  if (result.f64.num_rows > 0) {
+    print(fmt::format("float64 error: worst {} in {} (limit {})\n",
+                      format_number(result.f64.worst),
+                      result.f64.worst_name,
+                      format_number(golden::limit_f64())));
+  }
+  if (result.f32.num_rows > 0) {
+    print(fmt::format(
+        "float32 error over the reference's own worst run: median {:.3f}, worst {:.2f} in {}\n",
+        result.f32.median,
+        result.f32.worst,
+        result.f32.worst_name));
+  }
   if (result.bf16.num_rows > 0) {
     print(
         fmt::format("bf16 error over the reference's own worst run: median {:.3f} (limit {}), "
@@ -75,6 +88,57 @@ void print_table(const GoldenVerifyResult& result) {
                     result.bf16.worst,
                     result.bf16.worst_name));
   }
+}
+
+Json to_json(const GoldenVerifyResult& result) {
+  Json rows = Json::array();
+  for (const GoldenVerifyRow& row : result.rows) rows.push_back(to_json(row));
+  return {{"pass", result.pass()},
+          {"f64_worst", result.f64.worst},
+          {"f32_median_ratio", result.f32.median},
+          {"f32_worst_ratio", result.f32.worst},
+          {"bf16_median_ratio", result.bf16.median},
+          {"bf16_worst_ratio", result.bf16.worst},
+          {"rows", rows}};
+}
+
+/// Runs the generator; its output goes line by line to the progress.
+void make_goldens(const std::filesystem::path& folder,
+                  const GoldenOptions& options,
+                  std::optional<int64_t> seed,
+                  Progress& progress) {
+  const auto python = require_golden_python("making goldens");
+  const auto script = source_path(std::filesystem::path("golden") / "make" / "make_goldens.py");
+  std::string names;
+  for (const std::string& name : options.cases) names += (names.empty() ? "" : ",") + name;
+  std::filesystem::create_directories(folder);
+  std::vector<std::string> command = {python.string(),
+                                      script.string(),
+                                      "--case",
+                                      names.empty() ? "all" : names,
+                                      "--out",
+                                      folder.string()};
+  if (seed) {
+    command.emplace_back("--seed");
+    command.push_back(std::to_string(*seed));
+  }
+  const Outcome outcome =
+      run_command(command, {}, [&](std::string_view line) { progress.line(line); });
+  LOCKSTEP_CHECK(outcome.exit_code == 0,
+                 kGolden,
+                 "golden make: {} ended with {}: {}",
+                 script.string(),
+                 outcome.exit_code,
+                 outcome.errors);
+}
+
+/// Makes the cases anew from a seed that nothing was tuned on, and verifies them.
+GoldenVerifyResult verify_fresh(const GoldenOptions& options, int64_t seed, Progress& progress) {
+  const auto folder = cache_folder() / "golden-fresh" / fmt::format("seed-{}", seed);
+  std::filesystem::remove_all(folder);
+  make_goldens(folder, options, seed, progress);
+  return verify_goldens({folder, options.cases, options.policies},
+                        [&](std::string_view line) { progress.line(line); });
 }
 
 }  // namespace
@@ -113,17 +177,26 @@ int run_command_golden_verify(const GoldenOptions& options, const Context& conte
     return 0;
   }
   Progress progress(context.quiet ? Progress::Mode::kQuiet : Progress::Mode::kAuto);
+  if (!options.fresh_seeds.empty()) {
+    bool pass = true;
+    Json list = Json::array();
+    for (const int64_t seed : options.fresh_seeds) {
+      const GoldenVerifyResult result = verify_fresh(options, seed, progress);
+      pass = pass && result.pass();
+      list.push_back(to_json(result));
+      list.back()["seed"] = seed;
+      if (context.json) continue;
+      print(fmt::format("seed {}\n", seed));
+      print_table(result);
+    }
+    if (context.json) print(Json{{"pass", pass}, {"seeds", list}}.dump(2) + "\n");
+    if (!context.json) print(pass ? "fresh goldens agree\n" : "fresh goldens DIFFER\n");
+    return pass ? 0 : 1;
+  }
   const GoldenVerifyResult result =
       verify_goldens(plan, [&](std::string_view line) { progress.line(line); });
   if (context.json) {
-    Json rows = Json::array();
-    for (const GoldenVerifyRow& row : result.rows) rows.push_back(to_json(row));
-    print(Json{{"pass", result.pass()},
-               {"bf16_median_ratio", result.bf16.median},
-               {"bf16_worst_ratio", result.bf16.worst},
-               {"rows", rows}}
-              .dump(2) +
-          "\n");
+    print(to_json(result).dump(2) + "\n");
   } else {
     print_table(result);
     print(result.pass() ? "goldens agree\n" : "goldens DIFFER\n");
@@ -132,26 +205,8 @@ int run_command_golden_verify(const GoldenOptions& options, const Context& conte
 }
 
 int run_command_golden_make(const GoldenOptions& options, const Context& context) {
-  const auto python = require_golden_python("golden make");
-  const auto script = source_path(std::filesystem::path("golden") / "make" / "make_goldens.py");
-  std::string names;
-  for (const std::string& name : options.cases) names += (names.empty() ? "" : ",") + name;
-  std::filesystem::create_directories(options.data);
   Progress progress(context.quiet ? Progress::Mode::kQuiet : Progress::Mode::kAuto);
-  const Outcome outcome = run_command({python.string(),
-                                       script.string(),
-                                       "--case",
-                                       names.empty() ? "all" : names,
-                                       "--out",
-                                       options.data.string()},
-                                      {},
-                                      [&](std::string_view line) { progress.line(line); });
-  LOCKSTEP_CHECK(outcome.exit_code == 0,
-                 kGolden,
-                 "golden make: {} ended with {}: {}",
-                 script.string(),
-                 outcome.exit_code,
-                 outcome.errors);
+  make_goldens(options.data, options, options.seed, progress);
   return 0;
 }
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
 
 #include "golden/store/golden_case.hpp"
 #include "harness/launch/workload.hpp"
@@ -21,15 +22,21 @@ bool is_model_case(const golden::GoldenCase& stored) { return stored.file().exis
 
 void add_ratios(const GoldenVerifyRow& row,
                 const golden::GoldenCase& stored,
+                model::Width width,
                 std::vector<golden::RatioRow>& ratios) {
   const auto add = [&](const std::string& subject, double error) {
-    const auto spread = stored.spread(subject);
-    if (!spread || spread->bf16.empty()) return;
-    ratios.push_back({row.golden_case + "/" + subject,
-                      error,
-                      *std::max_element(spread->bf16.begin(), spread->bf16.end())});
+    double worst = 1.0;
+    if (width != model::Width::kFloat64) {
+      const auto spread = stored.spread(subject);
+      if (!spread) return;
+      const auto& errors = width == model::Width::kFloat32 ? spread->f32 : spread->bf16;
+      if (errors.empty()) return;
+      worst = *std::max_element(errors.begin(), errors.end());
+    }
+    ratios.push_back({row.golden_case + "/" + subject, error, worst});
   };
   for (const Comparison& comparison : row.comparisons) {
+    if (comparison.status == Status::kError) continue;
     if (comparison.details.empty() || comparison.what == "logits") {
       add(comparison.what, comparison.value);
       continue;
@@ -66,7 +73,7 @@ GoldenVerifyResult verify_goldens(const GoldenVerifyPlan& plan,
   for (const std::string& policy : policies) model::Numerics::policy(policy);
   verify_hashes(plan);
   GoldenVerifyResult result;
-  std::vector<golden::RatioRow> ratios;
+  std::map<model::Width, std::vector<golden::RatioRow>> ratios;
   for (const golden::ManifestEntry& entry : golden::read_manifest(plan.data)) {
     if (!wanted(plan, entry.name)) continue;
     const golden::GoldenCase stored(plan.data / entry.file);
@@ -93,12 +100,15 @@ GoldenVerifyResult verify_goldens(const GoldenVerifyPlan& plan,
         spec.golden_limit = true;
         row.comparisons.push_back(compare_sides(spec, left, right));
       }
-      if (numerics_of(run).is_bf16()) add_ratios(row, stored, ratios);
+      const model::Width width = numerics_of(run).width();
+      add_ratios(row, stored, width, ratios[width]);
       say(fmt::format("{} {}: {:.1f} s", entry.name, policy, output.seconds));
       result.rows.push_back(std::move(row));
     }
   }
-  result.bf16 = golden::summarize_ratios(ratios);
+  result.f64 = golden::summarize_ratios(ratios[model::Width::kFloat64]);
+  result.f32 = golden::summarize_ratios(ratios[model::Width::kFloat32]);
+  result.bf16 = golden::summarize_ratios(ratios[model::Width::kBFloat16]);
   return result;
 }
 

@@ -25,7 +25,9 @@ struct GoldenVerifyRow {
 
 struct GoldenVerifyResult {
   std::vector<GoldenVerifyRow> rows;
-  golden::RatioSummary bf16;  ///< error over the reference's own, all bf16 cases and tensors
+  /// Error over the worst of the reference's own runs in the same precision, all cases and tensors.
+  golden::RatioSummary f32, bf16;
+  golden::RatioSummary f64;  ///< the error itself: its reference is 1
   [[nodiscard]] bool pass() const;
 };
 
