@@ -197,7 +197,12 @@ TEST(GoldenStore, EveryCommittedFileMatchesItsManifestAndItsWeightsRemake) {
     const GoldenCase golden = open_golden(golden_dir(), entry.name);
     EXPECT_EQ(golden.name(), entry.name);
     EXPECT_EQ(golden.seed(), static_cast<uint64_t>(entry.seed));
-    EXPECT_EQ(golden.weights().size(), golden.weight_rules().size());
+    EXPECT_EQ(golden.checkpoint().empty(), entry.checkpoint_files.empty());
+    if (golden.checkpoint().empty()) {
+      EXPECT_EQ(golden.weights().size(), golden.weight_rules().size());
+    } else {
+      EXPECT_EQ(exit_code(error_of([&] { (void)golden.weights(); }).first), 4);
+    }
     EXPECT_EQ(golden.cu_seqlens().back(), golden.ids().size(0));
     for (const char* kind : {"pools", "experts", "groups"}) {
       EXPECT_GE(golden.min_gap(kind), 1e-5) << kind;
@@ -206,6 +211,31 @@ TEST(GoldenStore, EveryCommittedFileMatchesItsManifestAndItsWeightsRemake) {
     }
   }
   EXPECT_LT(total, int64_t{16} << 20);
+}
+
+TEST(GoldenStore, ACheckpointThatBelongsToACaseIsCheckedWithIt) {
+  const GoldenCase golden = open_golden(golden_dir(), "hf-tiny");
+  EXPECT_EQ(golden.checkpoint(), golden_dir() / "hf-tiny" / "released");
+  std::ifstream config(golden.checkpoint() / "config.json");
+  const std::string text((std::istreambuf_iterator<char>(config)),
+                         std::istreambuf_iterator<char>());
+  EXPECT_EQ(golden.config_json(), text);
+  EXPECT_EQ(find_entry(golden_dir(), "hf-tiny").checkpoint_files.size(), 4u);
+
+  const Folder folder;
+  fs::copy(golden_dir() / "hf-tiny", folder.path() / "hf-tiny", fs::copy_options::recursive);
+  fs::copy_file(golden_dir() / "MANIFEST.json", folder.path() / "MANIFEST.json");
+  EXPECT_NO_THROW(open_golden(folder.path(), "hf-tiny"));
+  const auto weights = folder.path() / "hf-tiny" / "modules" / "model.safetensors";
+  {
+    std::fstream bytes(weights, std::ios::in | std::ios::out | std::ios::binary);
+    bytes.seekp(-1, std::ios::end);
+    bytes.put('\x7f');
+  }
+  const auto [kind, message] = error_of([&] { open_golden(folder.path(), "hf-tiny"); });
+  EXPECT_EQ(exit_code(kind), 4);
+  EXPECT_NE(message.find(weights.string()), std::string::npos) << message;
+  EXPECT_NE(message.find("sha256"), std::string::npos) << message;
 }
 
 TEST(GoldenStore, TinyHoldsWhatItsDocumentsAndConfigSay) {
