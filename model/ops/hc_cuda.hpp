@@ -51,6 +51,8 @@ struct HcForwardArgs {
   float* pre_next = nullptr;     ///< fp32 [T,4], or null when not wanted
   float* post_next = nullptr;    ///< fp32 [T,4], not rounded; may not overlap post
   float* comb_next = nullptr;    ///< fp32 [T,4,4], not rounded; may not overlap comb
+  float* m_next = nullptr;       ///< fp32 [T,24], m, what hc_backward starts from; null: not wanted
+  float* r_next = nullptr;       ///< fp32 [T], r, likewise
 };
 
 /// Bytes of device scratch that hc_forward needs (contents need no initialisation): 1.7 MB,
@@ -80,5 +82,58 @@ HcCudaResult hc_forward(const HcForwardArgs& args,
                         void* workspace,
                         size_t workspace_bytes,
                         CUstream_st* stream);
+
+/// Backward of the boundary that hc_forward computes, from the inputs of the forward call and the m
+/// and r it returned; everything else is recomputed. Pointers as in HcForwardArgs.
+///   first boundary (no mix): y, post, comb, dy, dpost and dcomb null; dx is then the gradient of
+///   the streams that were collapsed;
+///   last boundary (mix only): fn, base, scale, norm_weight, m, r, dx_normed, dpost_next,
+///   dcomb_next and the gradients of parameters null.
+struct HcBackwardArgs {
+  int64_t tokens = 0;                  ///< T
+  const uint16_t* x = nullptr;         ///< bf16 [T,4,4096]
+  const uint16_t* y = nullptr;         ///< bf16 [T,4096]
+  const float* post = nullptr;         ///< fp32 [T,4], of the previous boundary
+  const float* comb = nullptr;         ///< fp32 [T,4,4], likewise
+  const float* fn = nullptr;           ///< fp32 [24,16384]
+  const float* base = nullptr;         ///< fp32 [24]
+  const float* scale = nullptr;        ///< fp32 [3]
+  const float* norm_weight = nullptr;  ///< fp32 [4096]
+  float norm_eps = 1e-5f;
+  float eps = 1e-6f;
+  int sinkhorn_iters = 20;  ///< 1..64
+  HcForwardRounding rounding;
+  const float* m = nullptr;           ///< fp32 [T,24], m_next of the forward call
+  const float* r = nullptr;           ///< fp32 [T], r_next of the forward call
+  const uint16_t* dx_next = nullptr;  ///< bf16 [T,4,4096]: gradient of X' from what reads it later
+  const uint16_t* dx_normed = nullptr;  ///< bf16 [T,4096]
+  const float* dpost_next = nullptr;    ///< fp32 [T,4]
+  const float* dcomb_next = nullptr;    ///< fp32 [T,4,4]
+  uint16_t* dx = nullptr;               ///< bf16 [T,4,4096]; may not overlap an input
+  uint16_t* dy = nullptr;               ///< bf16 [T,4096]; may not overlap an input
+  float* dpost = nullptr;               ///< fp32 [T,4]
+  float* dcomb = nullptr;               ///< fp32 [T,4,4]
+  float* dfn = nullptr;                 ///< fp32 [24,16384], written (not added to)
+  float* dbase = nullptr;               ///< fp32 [24]
+  float* dscale = nullptr;              ///< fp32 [3]
+  float* dnorm_weight = nullptr;        ///< fp32 [4096]
+};
+
+/// Bytes of device scratch that hc_backward needs (no initialisation): 29 MB and 14 bytes a token.
+size_t hc_backward_workspace_bytes(int64_t tokens);
+
+/// Numerics. Everything in fp32; X' and u as forward rounded them; dX' = dx_next + gradient through
+/// the collapse and the coefficients stays in fp32 for dx and dy, and is rounded to bf16 for dpost
+/// and dcomb, which the tensor cores add up. fn^T dm with both operands rounded to tf32 (11 bits,
+/// fp32 sums); dfn = dm^T X' with dm as two bf16 terms (17 bits). dx and dy are rounded once.
+/// Gradients of parameters treat the roundings of HcForwardRounding as the identity.
+/// Deterministic: no atomics. dx, dy, dpost and dcomb of a token do not depend on the batch; sums
+/// over tokens have an order that follows from T alone, not from the device.
+/// Asynchronous. T = 0 is allowed and writes zero gradients of parameters. Cost:
+/// docs/performance.md.
+HcCudaResult hc_backward(const HcBackwardArgs& args,
+                         void* workspace,
+                         size_t workspace_bytes,
+                         CUstream_st* stream);
 
 }  // namespace lockstep::model

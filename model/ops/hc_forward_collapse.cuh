@@ -7,8 +7,6 @@
 
 namespace lockstep::model::hc {
 
-constexpr uint32_t kAllLanes = 0xffffffffu;
-
 /// Waits until every slice has published `tiles` tiles of this stream of tiles.
 LOCKSTEP_DEVICE void wait_for_slices(const int* done, int tiles) {
   const int lane = threadIdx.x & 31;
@@ -31,8 +29,11 @@ LOCKSTEP_DEVICE Logit load_logit(const Params& p) {
   return p.bf16_base_scale ? Logit{to_bf16(scale), to_bf16(base)} : Logit{scale, base};
 }
 
-/// Sum over the slices in order, then the normalised, scaled logit of this lane.
-LOCKSTEP_DEVICE float load_sums(const Params& p, const float* partial, int row, Logit logit) {
+/// Sums over the slices in order: this lane's normalised product m, and r.
+struct Normalised {
+  float m, r;
+};
+LOCKSTEP_DEVICE Normalised load_sums(const Params& p, const float* partial, int row) {
   const int lane = threadIdx.x & 31;
   const int at = lane < kLogits ? row * kLogits + lane : kTile * kLogits + row;
   float sum = 0.0f;
@@ -46,20 +47,33 @@ LOCKSTEP_DEVICE float load_sums(const Params& p, const float* partial, int row, 
   }
   const float squares = __shfl_sync(kAllLanes, sum, kLogits);
   const float r = 1.0f / sqrtf(squares / static_cast<float>(kStreams * kWidth) + p.norm_eps);
-  return sum * r * logit.scale + logit.base;
+  return {sum * r, r};
 }
 
-/// comb from its logits: element (i, j) in lane 4 i + j, lanes 16-31 repeat 0-15.
+/// a / b rounded to nearest for normal a, b and quotient: the fast path of __fdiv_rn, without the
+/// test for the others.
+LOCKSTEP_DEVICE float divide(float a, float b) {
+  float y = hopper::reciprocal_approx(b);
+  y = __fmaf_rn(y, __fmaf_rn(-b, y, 1.0f), y);
+  float q = a * y;
+  q = __fmaf_rn(y, __fmaf_rn(-b, q, a), q);
+  return __fmaf_rn(y, __fmaf_rn(-b, q, a), q);
+}
+
+/// comb from its logits: element (i, j) in lane 4 i + j, lanes 16-31 repeat 0-15. kNormal: no
+/// denominator or entry is so small that a division leaves the normal numbers.
+template <bool kNormal>
 LOCKSTEP_DEVICE float sinkhorn(float a, float eps, int iterations) {
   const auto pair = [](float v, int step) { return v + __shfl_xor_sync(kAllLanes, v, step); };
+  const auto over = [](float c, float s) { return kNormal ? divide(c, s) : __fdiv_rn(c, s); };
   float largest = fmaxf(a, __shfl_xor_sync(kAllLanes, a, 1));
   largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, 2));
   const float e = expf(a - largest);
   float c = __fdiv_rn(e, pair(pair(e, 1), 2)) + eps;
-  c = __fdiv_rn(c, pair(pair(c, 4), 8) + eps);
+  c = over(c, pair(pair(c, 4), 8) + eps);
   for (int k = 1; k < iterations; ++k) {
-    c = __fdiv_rn(c, pair(pair(c, 1), 2) + eps);
-    c = __fdiv_rn(c, pair(pair(c, 4), 8) + eps);
+    c = over(c, pair(pair(c, 1), 2) + eps);
+    c = over(c, pair(pair(c, 4), 8) + eps);
   }
   return c;
 }

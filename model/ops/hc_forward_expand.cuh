@@ -49,10 +49,6 @@ struct Fragment {
   uint32_t y[2][4];
 };
 
-LOCKSTEP_DEVICE void unpack(uint32_t (&to)[4], uint4 v) {
-  to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
-}
-
 /// Starts the loads of a tile. Tokens beyond the last read as zeros.
 template <bool kMix>
 LOCKSTEP_DEVICE void load_tile(const Params& p, int64_t first_token, int channel, Fragment& f) {
@@ -95,21 +91,6 @@ LOCKSTEP_DEVICE void finish_coefficients(const Params& p,
     float4* const own = reinterpret_cast<float4*>(&to[thread / 5][thread % 5 * 4]);
     const float4 v = *own;
     *own = make_float4(to_bf16(v.x), to_bf16(v.y), to_bf16(v.z), to_bf16(v.w));
-  }
-}
-
-template <bool kThreeRoundings>
-LOCKSTEP_DEVICE float mixed(float post, float y, const float (&comb)[4], const float (&x)[4]) {
-  if constexpr (kThreeRoundings) {
-    float sum = comb[0] * x[0];
-#pragma unroll
-    for (int i = 1; i < 4; ++i) sum = __fmaf_rn(comb[i], x[i], sum);
-    return to_bf16(post * y) + to_bf16(sum);
-  } else {
-    float sum = post * y;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) sum = __fmaf_rn(comb[i], x[i], sum);
-    return sum;
   }
 }
 

@@ -26,12 +26,14 @@
 // slice collapsed k and has read that slot.
 //
 // Limits and what to try next (8192 tokens; samples of a profiler):
-// - a group waits a fifth of its time for pre: the mixing warp, alone on its path, is busy with
-//   Sinkhorn 80% of the time. One Sinkhorn round instead of 20 changes nothing, though, so the
-//   next limit lies close behind.
-// - two groups of 8 warps in step with their barriers leave 60% of the issue slots empty.
+// - not the wait for pre: collapsing two or three tiles behind instead of one (kLag) took 0.35 and
+//   0.36 ms instead of 0.32, and one Sinkhorn round instead of 20 changes nothing.
+// - two groups of 8 warps in step with their barriers leave 60% of the issue slots empty: one tile
+//   is a chain of loads, mixing, 72 matrix products a warp, exchange, loads from L2, collapse.
 // - loads of the next tile start after the collapse has read its streams; starting them before the
-//   reduction spills registers and wins 3% at 8192 tokens, loses 2% at 131072.
+//   reduction spills registers and wins 3% at 8192 tokens, loses 2% at 131072. Copies into shared
+//   memory by warps of their own, as in the backward kernel, and collapse by further warps would
+//   break the chain; fn's 144 KB leave no room for the stages unless slices have 128 channels.
 // - a quad reads 64 bytes of a row at a time. Tokens as the columns of the product instead of its
 //   rows would give 128, and half of the coefficients per lane.
 
@@ -73,7 +75,7 @@ LOCKSTEP_DEVICE void run_group(
   if (kMixes) copy_coefficients(p, stream.first_token(0), own.coefficients[0], me());
   if (kMixes) finish_coefficients(p, own.coefficients[0], me());
   __syncthreads();  // parameters and coefficients are there
-  for (int k = 0; k <= stream.count; ++k) {
+  for (int k = 0; k < stream.count + kLag; ++k) {
     const auto load_next = [&]() __attribute__((always_inline)) {
       if (k + 1 < stream.count) {
         load_tile<kMixes>(p, stream.first_token(k + 1), channel(), f);
@@ -92,16 +94,16 @@ LOCKSTEP_DEVICE void run_group(
         publishing_barrier(group, k, false);
       }
     }
-    if (p.project && k > 0) {
-      const int64_t token = stream.first_token(k - 1) + slice;
-      mixing_barrier(group);  // pre of tile k - 1 is there, and so are the streams of all slices
+    if (p.project && k >= kLag) {
+      const int64_t token = stream.first_token(k - kLag) + slice;
+      mixing_barrier(group);  // pre of tile k - kLag is there, and so are the streams of all slices
       if (token < p.tokens)
         collapse(p,
                  kMixes ? p.x_next : p.x,
                  token,
                  shared,
                  own,
-                 own.pre[(k - 1) & 1],
+                 own.pre[(k - kLag) & 1],
                  group,
                  me(),
                  load_next);
@@ -134,16 +136,21 @@ LOCKSTEP_DEVICE void run_mixer(
   for (int k = 0; k < stream.count; ++k) {
     const int64_t token = stream.first_token(k) + slice;
     wait_for_slices(stream.done(p), k + 1);
-    const float m = load_sums(p, stream.slot(p, k), slice, logit);
+    const Normalised normalised = load_sums(p, stream.slot(p, k), slice);
+    const float m = normalised.m * logit.scale + logit.base;
     const float sigmoid = 1.0f / (1.0f + expf(-m));
     const float pre = sigmoid + p.eps;
     if (lane < kStreams) shared.group[group].pre[k & 1][lane] = pre;
     mixing_barrier(group);
     if (token >= p.tokens) continue;
+    if (p.m_next && lane < kLogits) p.m_next[token * kLogits + lane] = normalised.m;
+    if (p.r_next && lane == 0) p.r_next[token] = normalised.r;
     if (lane < kStreams && p.pre_next) p.pre_next[token * kStreams + lane] = pre;
     if (lane >= kStreams && lane < 2 * kStreams)
       p.post_next[token * kStreams + lane - kStreams] = 2.0f * sigmoid;
-    const float c = sinkhorn(__shfl_sync(kAllLanes, m, 8 + (lane & 15)), p.eps, p.sinkhorn_iters);
+    const float a = __shfl_sync(kAllLanes, m, 8 + (lane & 15));
+    const float c = p.eps >= 1e-12f ? sinkhorn<true>(a, p.eps, p.sinkhorn_iters)
+                                    : sinkhorn<false>(a, p.eps, p.sinkhorn_iters);
     if (lane < 16) p.comb_next[token * 16 + lane] = c;
   }
 }

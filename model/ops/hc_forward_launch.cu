@@ -37,7 +37,8 @@ HcCudaResult check(const HcForwardArgs& a) {
       projects != (a.post_next != nullptr) || projects != (a.comb_next != nullptr))
     return bad("fn, base, scale, norm_weight, x_normed, post_next and comb_next go together");
   if (!mixes && !projects) return bad("neither y nor fn: nothing to do");
-  if (!projects && a.pre_next != nullptr) return bad("pre_next without fn");
+  if (!projects && (a.pre_next != nullptr || a.m_next != nullptr || a.r_next != nullptr))
+    return bad("pre_next, m_next or r_next without fn");
   if (projects && a.sinkhorn_iters < 1) return bad("sinkhorn_iters must be at least 1");
   if (!(a.norm_eps >= 0.0f && a.eps >= 0.0f)) return bad("epsilons must not be negative");
   for (const void* p : {static_cast<const void*>(a.x),
@@ -118,6 +119,8 @@ HcCudaResult hc_forward(const HcForwardArgs& a,
   p.pre_next = a.pre_next;
   p.post_next = a.post_next;
   p.comb_next = a.comb_next;
+  p.m_next = a.m_next;
+  p.r_next = a.r_next;
   p.done = static_cast<int*>(workspace);
   p.partial = reinterpret_cast<float*>(static_cast<unsigned char*>(workspace) + kDoneBytes);
 

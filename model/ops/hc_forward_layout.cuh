@@ -5,26 +5,23 @@
 
 #include <cstdint>
 
-#include "model/ops/hopper.cuh"
+#include "model/ops/hc_common.cuh"
 
 namespace lockstep::model::hc {
 
-constexpr int kStreams = 4;
-constexpr int kWidth = 4096;  // D
-constexpr int kLogits = 24;
 constexpr int kSlices = 16;  // blocks of a team, each has 256 channels
 constexpr int kSliceWidth = kWidth / kSlices;
 constexpr int kTile = 16;   // tokens per tile: one per slice in the collapse
 constexpr int kGroups = 2;  // of 8 warps, each with tiles of its own
 constexpr int kWarps = 8;   // per group, each has 32 channels of the slice
 constexpr int kGroupThreads = 32 * kWarps;
-constexpr int kThreads = kGroups * kGroupThreads + 128;        // last: for each group a
-                                                               // mixing and a publishing warp
-constexpr int kCoefficients = kStreams + kStreams * kStreams;  // post, comb
+constexpr int kThreads = kGroups * kGroupThreads + 128;  // last: for each group a
+                                                         // mixing and a publishing warp
 
 // Partial sums of one tile and slice: 24 products per token, then the 16 sums of squares.
 constexpr int kPartial = kTile * (kLogits + 1);
-constexpr int kRing = 4;  // tiles of a group whose partial sums are kept: see collapse
+constexpr int kLag = 1;              // tiles between mixing a tile and collapsing it
+constexpr int kRing = 2 + 2 * kLag;  // tiles of a group whose partial sums are kept: see collapse
 
 struct Params {
   int64_t tokens, tiles;
@@ -38,7 +35,7 @@ struct Params {
   bool bf16_fn, bf16_base_scale, bf16_coefficients, two_norm_roundings, unrounded_statistic,
       bf16_norm_weight;
   uint16_t* x_normed;
-  float *pre_next, *post_next, *comb_next;
+  float *pre_next, *post_next, *comb_next, *m_next, *r_next;
   float* partial;  // [teams * groups][kRing][kSlices][kPartial]
   int* done;       // [teams * groups][kSlices]: tiles whose partial sums are written
 };
@@ -63,8 +60,6 @@ struct Shared {
 };
 static_assert(sizeof(Shared) <= 227 * 1024, "shared memory of one block");
 
-LOCKSTEP_DEVICE float to_bf16(float value) { return __bfloat162float(__float2bfloat16_rn(value)); }
-
 LOCKSTEP_DEVICE void group_barrier(int group) { hopper::named_barrier(1 + group, kGroupThreads); }
 /// The group and its mixing warp.
 LOCKSTEP_DEVICE void mixing_barrier(int group) {
@@ -80,15 +75,6 @@ LOCKSTEP_DEVICE void publishing_barrier(int group, int k, bool wait) {
   } else {
     hopper::named_barrier_arrive(id, kGroupThreads + 32);
   }
-}
-
-/// Streaming 16-byte load: read once, not kept in L1.
-LOCKSTEP_DEVICE uint4 load_once(const uint16_t* from) {
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(from));
-  return v;
 }
 
 }  // namespace lockstep::model::hc

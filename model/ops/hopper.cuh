@@ -98,6 +98,15 @@ LOCKSTEP_DEVICE void fence_async_global() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
+/// For launches with programmatic stream serialisation: the next kernel's blocks may start when
+/// this one's have all got here; the other: everything the previous kernel wrote is there.
+LOCKSTEP_DEVICE void launch_dependents() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+LOCKSTEP_DEVICE void wait_for_previous_kernel() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
 LOCKSTEP_DEVICE int load_acquire(const int* pointer) {
   int value;
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(pointer) : "memory");
@@ -196,6 +205,12 @@ LOCKSTEP_DEVICE void load_matrix4(uint32_t (&r)[4], uint32_t address) {
                : "r"(address)
                : "memory");
 }
+LOCKSTEP_DEVICE void load_matrix2(uint32_t (&r)[2], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+               : "=r"(r[0]), "=r"(r[1])
+               : "r"(address)
+               : "memory");
+}
 LOCKSTEP_DEVICE void load_matrix4_transposed(uint32_t (&r)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -236,6 +251,18 @@ LOCKSTEP_DEVICE void mma_bf16_at(float* d, const uint32_t* a, uint32_t b0, uint3
       "{%0,%1,%2,%3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+/// 16x8x8, operands rounded to tf32 beforehand (to_tf32).
+LOCKSTEP_DEVICE void mma_tf32(float (&d)[4], const uint4& a, uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+}
+LOCKSTEP_DEVICE uint32_t to_tf32(float value) {
+  uint32_t rounded;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(value));
+  return rounded;
 }
 LOCKSTEP_DEVICE void mma_fp16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "

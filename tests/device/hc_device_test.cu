@@ -1,21 +1,16 @@
 // Checks and times the hyper-connection boundary on the device, without a test framework.
 //   hc_device_test check OUT.json     correctness on awkward sizes and adversarial inputs
 //   hc_device_test time OUT.json      timings beside a device copy
+//   hc_device_test quick OUT.json     timings at two sizes
 //   hc_device_test small OUT.json     a few small sizes once, for compute-sanitizer
 //   hc_device_test profile OUT.json   two calls each of two kinds at 8192 tokens, for a profiler
 // Exit code 0 only if every check passed.
 
-#include <cuda_bf16.h>
-#include <cuda_runtime.h>
-
 #include <cinttypes>
-#include <cstdio>
-#include <cstdlib>
 #include <memory>
-#include <string>
-#include <thread>
 
 #include "model/ops/hc_cuda.hpp"
+#include "tests/device/device_support.hpp"
 #include "tests/device/hc_reference.hpp"
 
 namespace lockstep::device_test {
@@ -24,59 +19,8 @@ namespace {
 using model::HcForwardArgs;
 using model::HcForwardRounding;
 
-int failures = 0;
-FILE* json = nullptr;
-bool first_record = true;
-
-void must(cudaError_t error, const char* what) {
-  if (error == cudaSuccess) return;
-  std::fprintf(stderr, "%s: %s\n", what, cudaGetErrorString(error));
-  std::exit(2);
-}
-void record(const std::string& line) {
-  std::fprintf(json, "%s\n  {%s}", first_record ? "" : ",", line.c_str());
-  first_record = false;
-}
-void expect(bool good, const std::string& what) {
-  if (!good) ++failures;
-  if (!good) std::printf("FAIL %s\n", what.c_str());
-}
-
-template <class T>
-class DeviceArray {
- public:
-  explicit DeviceArray(size_t count) : count_(count) {
-    must(cudaMalloc(&data_, std::max<size_t>(count, 1) * sizeof(T)), "cudaMalloc");
-  }
-  ~DeviceArray() { cudaFree(data_); }
-  DeviceArray(const DeviceArray&) = delete;
-  DeviceArray& operator=(const DeviceArray&) = delete;
-  T* get() const { return data_; }
-  size_t count() const { return count_; }
-  void fill_bytes(int value) { must(cudaMemset(data_, value, count_ * sizeof(T)), "cudaMemset"); }
-  std::vector<T> download() const {
-    std::vector<T> to(count_);
-    must(cudaMemcpy(to.data(), data_, count_ * sizeof(T), cudaMemcpyDeviceToHost), "download");
-    return to;
-  }
-
- private:
-  T* data_ = nullptr;
-  size_t count_ = 0;
-};
-
-__device__ float normal(uint64_t index, uint32_t stream) {
-  uint64_t x =
-      index * 0x9e3779b97f4a7c15ull + stream * 0xd1b54a32d192ed03ull + 0x2545f4914f6cdd1dull;
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
-  x ^= x >> 31;
-  const float u = (static_cast<uint32_t>(x) + 1.0f) * 2.3283064e-10f;
-  const float w = static_cast<uint32_t>(x >> 32) * 2.3283064e-10f;
-  return sqrtf(-2.0f * logf(fminf(u, 1.0f))) * cosf(6.2831853f * w);
-}
 /// Stream i of X scaled by `scale` * `step`^i (period 4096 values).
-__global__ void fill_bf16(uint16_t* to, size_t count, uint32_t stream, float scale, float step) {
+__global__ void fill_streams(uint16_t* to, size_t count, uint32_t stream, float scale, float step) {
   for (size_t i = blockIdx.x * size_t{blockDim.x} + threadIdx.x; i < count;
        i += size_t{gridDim.x} * blockDim.x) {
     float value = normal(i, stream) * scale;
@@ -85,12 +29,6 @@ __global__ void fill_bf16(uint16_t* to, size_t count, uint32_t stream, float sca
     to[i] = bits.x;
   }
 }
-__global__ void fill_float(float* to, size_t count, uint32_t stream, float scale, float shift) {
-  for (size_t i = blockIdx.x * size_t{blockDim.x} + threadIdx.x; i < count;
-       i += size_t{gridDim.x} * blockDim.x)
-    to[i] = normal(i, stream) * scale + shift;
-}
-
 enum class Boundary { kMiddle, kFirst, kLast };
 
 struct Problem {
@@ -117,14 +55,14 @@ class Inputs {
         scale(3),
         norm_weight(kWidth) {
     const uint32_t s = p.seed * 16;
-    fill_bf16<<<1024, 256>>>(x.get(), x.count(), s, p.x_scale, p.x_step);
-    fill_bf16<<<1024, 256>>>(y.get(), y.count(), s + 1, p.y_scale, 1);
-    fill_float<<<256, 256>>>(post.get(), post.count(), s + 2, 0.3f, 1);
-    fill_float<<<256, 256>>>(comb.get(), comb.count(), s + 3, 0.1f, 0.25f);
-    fill_float<<<256, 256>>>(fn.get(), fn.count(), s + 4, 1.0f / 128, 0);
-    fill_float<<<1, 32>>>(base.get(), base.count(), s + 5, 1, 0);
-    fill_float<<<1, 32>>>(scale.get(), scale.count(), s + 6, 0.1f * p.logit_scale, p.logit_scale);
-    fill_float<<<16, 256>>>(norm_weight.get(), norm_weight.count(), s + 7, 0.2f, 1);
+    fill_streams<<<1024, 256>>>(x.get(), x.count(), s, p.x_scale, p.x_step);
+    fill(y, s + 1, p.y_scale);
+    fill(post, s + 2, 0.3f, 1);
+    fill(comb, s + 3, 0.1f, 0.25f);
+    fill(fn, s + 4, 1.0f / 128, 0);
+    fill(base, s + 5, 1, 0);
+    fill(scale, s + 6, 0.1f * p.logit_scale, p.logit_scale);
+    fill(norm_weight, s + 7, 0.2f, 1);
     must(cudaDeviceSynchronize(), "inputs");
   }
   /// `tokens` rows from `first` on.
@@ -156,107 +94,60 @@ class Inputs {
 
 struct Output {
   std::vector<uint16_t> x_next, x_normed;
-  std::vector<float> pre, post, comb;
+  std::vector<float> pre, post, comb, m, r;
 };
-/// Row `row` of `a` has the bytes of row `other` of `b`.
-template <class T>
-bool same_rows(const std::vector<T>& a, size_t row, const std::vector<T>& b, size_t other, int n) {
-  return a.empty() ? b.empty()
-                   : std::memcmp(&a[row * n], &b[other * n], size_t(n) * sizeof(T)) == 0;
-}
 bool same_token(const Output& a, int64_t t, const Output& b, int64_t other) {
   return same_rows(a.x_next, t, b.x_next, other, kRow) &&
          same_rows(a.x_normed, t, b.x_normed, other, kWidth) &&
          same_rows(a.pre, t, b.pre, other, 4) && same_rows(a.post, t, b.post, other, 4) &&
-         same_rows(a.comb, t, b.comb, other, 16);
+         same_rows(a.comb, t, b.comb, other, 16) && same_rows(a.m, t, b.m, other, kLogits) &&
+         same_rows(a.r, t, b.r, other, 1);
 }
 
-void must_run(const HcForwardArgs& a, void* workspace, const char* name) {
-  const auto result = model::hc_forward(a, workspace, model::hc_forward_workspace_bytes(), nullptr);
-  if (result) return;
-  std::fprintf(stderr,
-               "%s: status %d cuda %d: %s\n",
-               name,
-               static_cast<int>(result.status),
-               result.cuda_error,
-               result.detail);
-  std::exit(2);
-}
-
-/// Downloads `count` values and checks that the guard band behind them is untouched.
-template <class T>
-std::vector<T> checked(const DeviceArray<T>& from, size_t count, const std::string& name) {
-  std::vector<T> all = from.download();
-  const unsigned char* guard = reinterpret_cast<const unsigned char*>(all.data() + count);
-  bool intact = true;
-  for (size_t i = 0; i < (all.size() - count) * sizeof(T); ++i) intact = intact && guard[i] == 0xff;
-  expect(intact, name + ": wrote outside its outputs");
-  all.resize(count);
-  return all;
+void must_run(const HcForwardArgs& a, void* workspace, const std::string& name) {
+  must_launch(model::hc_forward(a, workspace, model::hc_forward_workspace_bytes(), nullptr), name);
 }
 
 /// Runs once on poisoned outputs and workspace, with guard bands behind the outputs.
 Output run(HcForwardArgs a, const std::string& name) {
-  constexpr size_t kGuard = 4096;
   const size_t t = static_cast<size_t>(a.tokens);
   const size_t mixed = a.y != nullptr ? t : 0, projected = a.fn != nullptr ? t : 0;
-  DeviceArray<uint16_t> x_next(mixed * kRow + kGuard), x_normed(projected * kWidth + kGuard);
-  DeviceArray<float> pre(projected * 4 + kGuard), post(projected * 4 + kGuard),
-      comb(projected * 16 + kGuard);
-  const size_t bytes = model::hc_forward_workspace_bytes();
-  DeviceArray<unsigned char> workspace(bytes + kGuard);
-  x_next.fill_bytes(0xff), x_normed.fill_bytes(0xff), pre.fill_bytes(0xff);
-  post.fill_bytes(0xff), comb.fill_bytes(0xff), workspace.fill_bytes(0xff);
+  Poisoned<uint16_t> x_next(mixed * kRow), x_normed(projected * kWidth);
+  Poisoned<float> pre(projected * 4), post(projected * 4), comb(projected * 16),
+      m(projected * kLogits), r(projected);
+  Poisoned<unsigned char> workspace(model::hc_forward_workspace_bytes());
   if (a.y != nullptr) a.x_next = x_next.get();
   if (a.fn != nullptr) {
     a.x_normed = x_normed.get();
     a.pre_next = pre.get();
     a.post_next = post.get();
     a.comb_next = comb.get();
+    a.m_next = m.get();
+    a.r_next = r.get();
   }
-  must_run(a, workspace.get(), name.c_str());
+  must_run(a, workspace.get(), name);
   must(cudaDeviceSynchronize(), name.c_str());
-  checked(workspace, bytes, name);
-  return {checked(x_next, mixed * kRow, name),
-          checked(x_normed, projected * kWidth, name),
-          checked(pre, projected * 4, name),
-          checked(post, projected * 4, name),
-          checked(comb, projected * 16, name)};
+  workspace.checked(name);
+  return {x_next.checked(name),
+          x_normed.checked(name),
+          pre.checked(name),
+          post.checked(name),
+          comb.checked(name),
+          m.checked(name),
+          r.checked(name)};
 }
-
-struct Error {
-  double difference = 0, norm = 0, largest = 0;
-  size_t count = 0, flipped = 0, not_finite = 0;
-  void add(double value, double truth) {
-    ++count;
-    if (!std::isfinite(value)) {
-      ++not_finite;
-      return;
-    }
-    difference += (value - truth) * (value - truth);
-    norm += truth * truth;
-    largest = std::max(largest, std::fabs(value - truth));
-    flipped += value != truth;
-  }
-  void add(const Error& e) {
-    difference += e.difference, norm += e.norm, largest = std::max(largest, e.largest);
-    count += e.count, flipped += e.flipped, not_finite += e.not_finite;
-  }
-  double relative() const {
-    return norm > 0 ? std::sqrt(difference / norm) : std::sqrt(difference);
-  }
-  double flip_rate() const { return count > 0 ? double(flipped) / double(count) : 0; }
-};
 
 /// Against float64 without roundings (exact) and with the same rounding points (emulated).
 struct Errors {
-  Error x_exact, x_emulated, normed_exact, normed_emulated, mixing;
+  Error x_exact, x_emulated, normed_exact, normed_emulated, mixing, products, statistic;
   void add(const Errors& e) {
     x_exact.add(e.x_exact), x_emulated.add(e.x_emulated), normed_exact.add(e.normed_exact);
     normed_emulated.add(e.normed_emulated), mixing.add(e.mixing);
+    products.add(e.products), statistic.add(e.statistic);
   }
   size_t not_finite() const {
-    return x_exact.not_finite + normed_exact.not_finite + mixing.not_finite;
+    return x_exact.not_finite + normed_exact.not_finite + mixing.not_finite + products.not_finite +
+           statistic.not_finite;
   }
 };
 
@@ -295,20 +186,16 @@ Errors errors(const Inputs& in, const Output& out) {
     for (int i = 0; i < 4; ++i) e.mixing.add(out.pre[t * 4 + i], same.pre[i]);
     for (int i = 0; i < 4; ++i) e.mixing.add(out.post[t * 4 + i], same.post[i]);
     for (int i = 0; i < 16; ++i) e.mixing.add(out.comb[t * 16 + i], same.comb[i]);
+    for (int i = 0; i < kLogits; ++i) e.products.add(out.m[t * kLogits + i], same.m[i]);
+    e.statistic.add(out.r[t], same.r);
     for (int d = 0; d < kWidth; ++d) {
       const double value = from_bf16(out.x_normed[t * kWidth + d]);
       e.normed_exact.add(value, plain.x_normed[d]);
       e.normed_emulated.add(value, same.x_normed[d]);
     }
   };
-  const size_t threads = std::max(1u, std::thread::hardware_concurrency());
-  std::vector<Errors> parts(threads);
-  std::vector<std::thread> pool;
-  for (size_t w = 0; w < threads; ++w)
-    pool.emplace_back([&, w] {
-      for (int64_t t = int64_t(w); t < in.tokens; t += int64_t(threads)) work(t, parts[w]);
-    });
-  for (auto& t : pool) t.join();
+  std::vector<Errors> parts(cpu_threads());
+  on_threads(in.tokens, parts.size(), [&](size_t w, int64_t t) { work(t, parts[w]); });
   Errors sum;
   for (const auto& e : parts) sum.add(e);
   return sum;
@@ -325,7 +212,8 @@ void check_problem(const Problem& p, int repeats) {
   const bool good = e.not_finite() == 0 && e.mixing.largest <= bound &&
                     e.x_emulated.flip_rate() <= 1e-3 && e.x_emulated.relative() <= 4e-4 &&
                     e.normed_emulated.flip_rate() <= 1e-3 + bound * 30 &&
-                    e.normed_emulated.relative() <= 5e-4 && e.x_exact.relative() <= 6e-3;
+                    e.normed_emulated.relative() <= 5e-4 && e.products.relative() <= 2e-6 &&
+                    e.statistic.relative() <= 1e-6 && e.x_exact.relative() <= 6e-3;
   expect(good, p.name + ": error against float64");
   char text[512];
   std::snprintf(text,
@@ -445,28 +333,6 @@ void check_small() {
   check_problem({"small, three times round the ring", 16 * 16 * 3 + 5}, 0);
 }
 
-/// Median milliseconds of `call(i)`, i counting up; `inner` calls between two events.
-template <class Call>
-double median_ms(int count, int inner, const Call& call) {
-  std::vector<float> times;
-  cudaEvent_t begin, end;
-  must(cudaEventCreate(&begin), "event");
-  must(cudaEventCreate(&end), "event");
-  for (int i = 0, n = 0; i < count + 3; ++i) {
-    must(cudaEventRecord(begin), "record");
-    for (int k = 0; k < inner; ++k) call(n++);
-    must(cudaEventRecord(end), "record");
-    must(cudaEventSynchronize(end), "timed run");
-    float ms = 0;
-    must(cudaEventElapsedTime(&ms, begin, end), "elapsed");
-    if (i >= 3) times.push_back(ms / static_cast<float>(inner));
-  }
-  cudaEventDestroy(begin);
-  cudaEventDestroy(end);
-  std::sort(times.begin(), times.end());
-  return times[times.size() / 2];
-}
-
 /// Inputs and outputs of one call, more than one set so that none stays in L2.
 struct Timed {
   Inputs in;
@@ -491,7 +357,7 @@ struct Timed {
   }
 };
 
-void time_all() {
+void time_all(bool quick) {
   DeviceArray<unsigned char> workspace(model::hc_forward_workspace_bytes());
   struct Row {
     int64_t tokens;
@@ -510,6 +376,7 @@ void time_all() {
                                  {8192, Boundary::kLast, "last", 73728},
                                  {8192, Boundary::kMiddle, "1 Sinkhorn round", 81920, 1}};
   for (const Row& row : rows) {
+    if (quick && row.tokens != 8192 && row.tokens != 131072) continue;
     std::vector<std::unique_ptr<Timed>> sets;
     for (uint32_t seed = 1; seed <= 2; ++seed) {
       Problem p{row.name, row.tokens, row.boundary};
@@ -521,47 +388,10 @@ void time_all() {
       a.sinkhorn_iters = row.sinkhorn_iters;
       must_run(a, workspace.get(), row.name);
     };
-    const bool large = row.tokens > 20000;
-    const double single = median_ms(large ? 20 : 60, 1, call);
-    const double stream = median_ms(large ? 6 : 12, large ? 4 : 10, call);
-    const double again = median_ms(large ? 20 : 60, 1, call);
-    // A copy that moves the same bytes, half in, half out.
-    const size_t half = static_cast<size_t>(row.bytes * double(row.tokens) / 2);
-    DeviceArray<unsigned char> from(half), to(half);
-    from.fill_bytes(0x5a);
-    const double copy = median_ms(20, 1, [&](int) {
-      must(cudaMemcpyAsync(to.get(), from.get(), half, cudaMemcpyDeviceToDevice), "copy");
-    });
-    const double bytes = row.bytes * double(row.tokens);
-    std::printf("T %-7" PRId64
-                " %-6s %8.4f ms (again %.4f, back to back %.4f) %6.0f GB/s; copy %.4f ms "
-                "%6.0f GB/s; share %.3f, back to back %.3f\n",
-                row.tokens,
-                row.name,
-                single,
-                again,
-                stream,
-                bytes / single * 1e-6,
-                copy,
-                bytes / copy * 1e-6,
-                copy / single,
-                copy / stream);
-    char text[320];
-    std::snprintf(text,
-                  sizeof text,
-                  "\"time\": \"%s\", \"tokens\": %" PRId64
-                  ", \"ms\": %.4f, \"ms_again\": %.4f, \"ms_back_to_back\": %.4f, \"gb_per_s\": "
-                  "%.0f, \"copy_ms\": %.4f, \"copy_gb_per_s\": %.0f",
-                  row.name,
-                  row.tokens,
-                  single,
-                  again,
-                  stream,
-                  bytes / single * 1e-6,
-                  copy,
-                  bytes / copy * 1e-6);
-    record(text);
-    std::fflush(stdout);
+    time_beside_copy("hc forward T " + std::to_string(row.tokens) + " " + row.name,
+                     row.bytes * double(row.tokens),
+                     row.tokens > 20000 ? 15 : 50,
+                     call);
   }
 }
 
@@ -577,30 +407,10 @@ void profile(Boundary boundary) {
 
 int main(int argc, char** argv) {
   using namespace lockstep::device_test;
-  if (argc != 3) {
-    std::fprintf(stderr, "usage: %s check|time|small|profile OUT.json\n", argv[0]);
-    return 2;
-  }
-  const std::string mode = argv[1];
-  json = std::fopen(argv[2], "w");
-  if (json == nullptr) {
-    std::fprintf(stderr, "cannot write %s\n", argv[2]);
-    return 2;
-  }
-  cudaDeviceProp device;
-  int driver = 0;
-  must(cudaGetDeviceProperties(&device, 0), "device");
-  must(cudaDriverGetVersion(&driver), "driver");
-  std::printf(
-      "%s, %d multiprocessors, CUDA driver %d\n", device.name, device.multiProcessorCount, driver);
-  std::fprintf(
-      json, "{\"device\": \"%s\", \"cuda_driver\": %d, \"records\": [", device.name, driver);
-  if (mode == "check") check_all();
-  if (mode == "small") check_small();
-  if (mode == "profile") profile(Boundary::kMiddle), profile(Boundary::kLast);
-  if (mode == "time") time_all();
-  std::fprintf(json, "\n], \"failures\": %d}\n", failures);
-  std::fclose(json);
-  std::printf(failures == 0 ? "all checks passed\n" : "%d checks FAILED\n", failures);
-  return failures == 0 ? 0 : 1;
+  return device_main(argc, argv, "check|time|quick|small|profile", [](const std::string& mode) {
+    if (mode == "check") check_all();
+    if (mode == "small") check_small();
+    if (mode == "profile") profile(Boundary::kMiddle), profile(Boundary::kLast);
+    if (mode == "time" || mode == "quick") time_all(mode == "quick");
+  });
 }

@@ -42,6 +42,8 @@ struct HcToken {
   std::array<double, 4> pre, post;
   std::array<double, 16> comb;
   std::vector<double> x_normed;
+  std::array<double, kLogits> m;
+  double r;
 };
 
 /// X' of one token. `rounded`: with the rounding points of the mix and its store.
@@ -73,6 +75,8 @@ inline HcToken hc_collapse(const double* z, const HcParameters& p, bool rounded)
   double square = 0;
   for (int k = 0; k < kRow; ++k) square += z[k] * z[k];
   const double norm = 1 / std::sqrt(square / kRow + p.norm_eps);
+  HcToken out;
+  out.r = norm;
   std::array<double, kLogits> m;
   for (int row = 0; row < kLogits; ++row) {
     double sum = 0;
@@ -83,10 +87,10 @@ inline HcToken hc_collapse(const double* z, const HcParameters& p, bool rounded)
       for (int k = 0; k < kRow; ++k) sum += double(fn[k]) * z[k];
     }
     const int which = row < 4 ? 0 : row < 8 ? 1 : 2;
+    out.m[row] = sum * norm;
     m[row] = sum * norm * bf16_if(r.bf16_base_scale, p.scale[which]) +
              bf16_if(r.bf16_base_scale, p.base[row]);
   }
-  HcToken out;
   const double eps = p.eps;
   for (int i = 0; i < 4; ++i) out.pre[i] = 1 / (1 + std::exp(-m[i])) + eps;
   for (int i = 0; i < 4; ++i) out.post[i] = 2 / (1 + std::exp(-m[4 + i]));
