@@ -2,12 +2,12 @@
 
 // The two chains of a window, one warpgroup per (head, V half) and direction. Forward: the states
 // again, from the window's checkpoint. Reverse: the gradient of the state,
-//   dN = M^T do + K- dS,  dv = s P^T dN,  dS <- exp(b_C) dS + Q~^T do - W^T dN,
-// (K~^T P^T dN = W^T dN), the forward chain with W and K- in each other's place. dS and dN are
-// divided by s here (they are linear in do), so that Q~ and M need no s. dN enters its products as
-// a sum of two bf16 terms: dv leaves with one rounding, and the tensor cores have time. As
-// there, everything is computed transposed, accumulators of one product being the left operand of
-// the next. Neither chain needs the other, so they run beside each other, two blocks to a
+//   dN = M^T do + K- dS,  Y = P^T dN,  dv = s Y,  dS <- exp(b_C) dS + Q~^T do - K~^T Y,
+// the forward chain with K~ and K- in each other's place. dS, dN and Y are divided by s here (they
+// are linear in do), so that Q~ and M need no s. dN and Y enter their products as sums of two bf16
+// terms: dv leaves with one rounding, and the tensor cores have time. As in the forward pass
+// everything is computed transposed, accumulators of one product being the left operand of the
+// next. Neither chain needs the other, so they run beside each other, two blocks to a
 // multiprocessor.
 
 #include "model/ops/kda_backward_tiles.cuh"
@@ -15,21 +15,16 @@
 
 namespace lockstep::model::kda {
 
-// Shared memory of a block, forward: two stages of W, half of U, K-, exp(b_C).
-constexpr int kReplayStage = 2 * kTile + kSlab + 1024;
-constexpr int kReplayU = kTile, kReplayK = kTile + kSlab, kReplayDecay = 2 * kTile + kSlab;
-// Reverse: each tile once.
-constexpr int kReverseM = 0;
-constexpr int kReverseK = kReverseM + kSlab;
-constexpr int kReverseQ = kReverseK + kTile;
-constexpr int kReverseW = kReverseQ + kTile;
-constexpr int kReverseP = kReverseW + kTile;
-constexpr int kReverseOut = kReverseP + kSlab;  // half of do
-constexpr int kReverseDecay = kReverseOut + kSlab;
-constexpr int kReverseEnd = kReverseDecay + 1024;
+// Shared memory of a block: each tile once, fetched again as soon as it has been used.
+constexpr int kWindowM = 0;                        // reverse only
+constexpr int kWindowQ = kWindowM + kSlab;         // reverse only
+constexpr int kWindowK = kWindowQ + kTile;         // K-
+constexpr int kWindowStart = kWindowK + kTile;     // K~
+constexpr int kWindowP = kWindowStart + kTile;     // P
+constexpr int kWindowRows = kWindowP + kSlab;      // half of v or do
+constexpr int kWindowDecay = kWindowRows + kSlab;  // exp(b_C)
 // Both: what goes out.
-constexpr int kPatchState = 2 * kReplayStage;
-static_assert(kReverseEnd <= kPatchState);
+constexpr int kPatchState = kWindowDecay + 1024;
 constexpr int kPatchTile = kPatchState + kStateHalf;
 constexpr int kWindowBarriers = kPatchTile + kSlab;
 constexpr int kWindowChainBytes = kWindowBarriers + 128;
@@ -42,13 +37,13 @@ struct WindowBarriers {
   LOCKSTEP_DEVICE uint32_t full(int i) const { return base + 16 * i; }
   LOCKSTEP_DEVICE uint32_t used(int i) const { return base + 16 * i + 8; }
 };
-enum ReverseTile { kBarM, kBarK, kBarQ, kBarW, kBarP, kBarOut, kBarCount };
-constexpr int kOutThreads = 64;  // that copy do
+enum WindowTile { kBarM, kBarK, kBarQ, kBarStart, kBarP, kBarRows, kBarCount };
+constexpr int kRowThreads = 64;  // that copy v or do
 
 LOCKSTEP_DEVICE void window_chain_init(uint32_t shared) {
   const WindowBarriers bar{shared + kWindowBarriers};
   for (int i = 0; i < kBarCount; ++i) {
-    barrier_init(bar.full(i), i == kBarOut ? kOutThreads : 1);
+    barrier_init(bar.full(i), i == kBarRows ? kRowThreads : 1);
     barrier_init(bar.used(i), 128);
   }
   fence_barrier_init();
@@ -114,19 +109,80 @@ LOCKSTEP_DEVICE void reclaim_patches(int thread) {
   named_barrier(kChainGroupBarrier, 128);
 }
 
-LOCKSTEP_DEVICE void replay_fetch(const BackwardParams& p, int head, int half, uint32_t shared) {
+/// Fetches a tile (and exp(b_C) with it) once its place is free; `even` alternates from 1.
+LOCKSTEP_DEVICE void fetch_tile(uint32_t shared,
+                                int tile,
+                                int to,
+                                const unsigned char* from,
+                                uint32_t bytes,
+                                const unsigned char* decay,
+                                uint32_t even) {
   const WindowBarriers bar{shared + kWindowBarriers};
+  barrier_wait(bar.used(tile), even);
+  barrier_expect_bytes(bar.full(tile), decay != nullptr ? bytes + 512 : bytes);
+  bulk_load(shared + to, from, bytes, bar.full(tile));
+  if (decay != nullptr) bulk_load(shared + kWindowDecay, decay, 512, bar.full(tile));
+}
+/// One thread copies the tiles in the order of their use.
+LOCKSTEP_DEVICE void replay_fetch(const BackwardParams& p, int head, uint32_t shared) {
   const int last = window_end(p);
   for (int chunk = p.first; chunk < last; ++chunk) {
-    const int i = chunk - p.first, stage = i & 1;
-    const uint32_t to = shared + stage * kReplayStage, full = bar.full(stage);
-    const unsigned char* const source = p.base.tiles + pair_at(p, chunk, head) * kTileBytes;
-    barrier_wait(bar.used(stage), ((i >> 1) & 1) ^ 1);
-    barrier_expect_bytes(full, 2 * kTile + kSlab + 512);
-    bulk_load(to, source + kTileW, kTile, full);
-    bulk_load(to + kReplayU, source + kTileU + half * kSlab, kSlab, full);
-    bulk_load(to + kReplayK, source + kTileK, kTile, full);
-    bulk_load(to + kReplayDecay, source + kTileDecay, 512, full);
+    const uint32_t even = ((chunk - p.first) & 1) ^ 1;
+    const unsigned char* const from = p.base.tiles + pair_at(p, chunk, head) * kTileBytes;
+    fetch_tile(shared, kBarStart, kWindowStart, from + kTileStart, kTile, from + kTileDecay, even);
+    fetch_tile(shared, kBarP, kWindowP, from + kTileP, kSlab, nullptr, even);
+    fetch_tile(shared, kBarK, kWindowK, from + kTileK, kTile, nullptr, even);
+  }
+}
+/// One thread copies the tiles in the order of their use.
+LOCKSTEP_DEVICE void reverse_fetch(const BackwardParams& p, int head, uint32_t shared) {
+  const int last = window_end(p);
+  for (int chunk = last - 1; chunk >= p.first; --chunk) {
+    const uint32_t even = ((last - 1 - chunk) & 1) ^ 1;
+    const unsigned char* const from = p.base.tiles + pair_at(p, chunk, head) * kTileBytes;
+    fetch_tile(shared, kBarM, kWindowM, from + kTileM, kSlab, nullptr, even);
+    fetch_tile(shared, kBarK, kWindowK, from + kTileK, kTile, nullptr, even);
+    fetch_tile(shared, kBarP, kWindowP, from + kTileP, kSlab, nullptr, even);
+    fetch_tile(shared, kBarQ, kWindowQ, from + kTileQ, kTile, from + kTileDecay, even);
+    fetch_tile(shared, kBarStart, kWindowStart, from + kTileStart, kTile, nullptr, even);
+  }
+}
+/// kRowThreads threads copy this V half of v or do, zero rows behind a chunk's end.
+template <bool kReverse>
+LOCKSTEP_DEVICE void fetch_rows(const BackwardParams& p,
+                                const uint16_t* rows,
+                                int head,
+                                int half,
+                                uint32_t shared,
+                                int thread) {
+  const WindowBarriers bar{shared + kWindowBarriers};
+  const int count = window_end(p) - p.first;
+  const int piece = thread & 7, first_row = thread >> 3;
+  const int64_t row_bytes = int64_t{p.base.row_heads} * (kDim * 2);
+  for (int i = 0; i < count; ++i) {
+    const ChunkInfo info = p.base.chunks[p.first + (kReverse ? count - 1 - i : i)];
+    const char* from = reinterpret_cast<const char*>(rows) + info.first_token * row_bytes +
+                       head * (kDim * 2) + half * kDim + piece * 16;
+    barrier_wait(bar.used(kBarRows), (i & 1) ^ 1);
+#pragma unroll
+    for (int r = 0; r < 8; ++r) {
+      const int row = first_row + 8 * r;
+      const bool valid = row < info.length;
+      copy16(shared + kWindowRows + slab_offset(row, piece),
+             from + (valid ? row * row_bytes : 0),
+             valid);
+    }
+    copy_arrive(bar.full(kBarRows));
+  }
+  copy_wait<0>();
+}
+
+/// Splits accumulators into two packed bf16 terms.
+LOCKSTEP_DEVICE void pack_terms(uint32_t (&high)[16], uint32_t (&low)[16], const float (&d)[32]) {
+#pragma unroll
+  for (int j = 0; j < 16; ++j) {
+    high[j] = pack_bf16(d[2 * j], d[2 * j + 1]);
+    low[j] = pack_bf16(d[2 * j] - low_bf16(high[j]), d[2 * j + 1] - high_bf16(high[j]));
   }
 }
 
@@ -145,9 +201,7 @@ LOCKSTEP_DEVICE void replay_consume(
   for (int j = 0; j < 64; ++j) s[j] = 0.0f;
 
   for (int chunk = p.first; chunk < last; ++chunk) {
-    const int i = chunk - p.first, stage = i & 1;
-    unsigned char* const stage_base = base + stage * kReplayStage;
-    const uint32_t tiles = shared + stage * kReplayStage;
+    const uint32_t parity = (chunk - p.first) & 1;
     const int now = p.base.chunks[chunk].document;
     if (now != document) {
       document = now;
@@ -163,16 +217,19 @@ LOCKSTEP_DEVICE void replay_consume(
     reclaim_patches(thread);
     store_state_patch(sb, shared, warp, lane);
 
-    barrier_wait(bar.full(stage), (i >> 1) & 1);
-    load_u(n, tiles + kReplayU, warp, lane);
-    const uint64_t w = operand_k_major(tiles);
+    // N = P (V - K~ S)
+    barrier_wait(bar.full(kBarRows), parity);
+    load_value(n, shared + kWindowRows, warp, lane);
+    barrier_arrive(bar.used(kBarRows));
+    const uint64_t start = operand_k_major(shared + kWindowStart);
+    barrier_wait(bar.full(kBarStart), parity);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < 8; ++k)
-      wgmma_64<-1>(n, sb + 4 * k, w + (k >> 2) * (kSlab >> 4) + (k & 3) * 2, true);
+      wgmma_64<-1>(n, sb + 4 * k, start + (k >> 2) * (kSlab >> 4) + (k & 3) * 2, true);
     wgmma_commit();
     pin(s);
-    const float* decay = reinterpret_cast<const float*>(stage_base + kReplayDecay);
+    const float* decay = reinterpret_cast<const float*>(base + kWindowDecay);
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
       const float2 factor = *reinterpret_cast<const float2*>(decay + 8 * j + 2 * t);
@@ -181,12 +238,25 @@ LOCKSTEP_DEVICE void replay_consume(
       s[4 * j + 2] *= factor.x;
       s[4 * j + 3] *= factor.y;
     }
+    barrier_wait(bar.full(kBarP), parity);
     wgmma_wait<0>();
     pin(n);
     pin(s);
+    barrier_arrive(bar.used(kBarStart));
 #pragma unroll
     for (int j = 0; j < 16; ++j) nb[j] = pack_bf16(n[2 * j], n[2 * j + 1]);
-    const uint64_t kd = operand_outer_major(tiles + kReplayK, kSlab);
+    const uint64_t solve = operand_k_major(shared + kWindowP);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < 4; ++k) wgmma_64<1>(n, nb + 4 * k, solve + k * 2, k > 0);
+    wgmma_commit();
+    barrier_wait(bar.full(kBarK), parity);
+    wgmma_wait<0>();
+    pin(n);
+    barrier_arrive(bar.used(kBarP));
+#pragma unroll
+    for (int j = 0; j < 16; ++j) nb[j] = pack_bf16(n[2 * j], n[2 * j + 1]);
+    const uint64_t kd = operand_outer_major(shared + kWindowK, kSlab);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < 4; ++k) wgmma_128_outer(s, nb + 4 * k, kd + k * 128);
@@ -199,56 +269,9 @@ LOCKSTEP_DEVICE void replay_consume(
                  thread);
     wgmma_wait<0>();
     pin(s);
-    barrier_arrive(bar.used(stage));
+    barrier_arrive(bar.used(kBarK));
   }
   if (thread == 0) bulk_wait_all();
-}
-
-/// One thread copies the tiles in the order of their use.
-LOCKSTEP_DEVICE void reverse_fetch(const BackwardParams& p, int head, uint32_t shared) {
-  const WindowBarriers bar{shared + kWindowBarriers};
-  const int last = window_end(p);
-  const auto fetch =
-      [&](int tile, int to, const unsigned char* from, uint32_t bytes, uint32_t even) {
-        barrier_wait(bar.used(tile), even);
-        barrier_expect_bytes(bar.full(tile), tile == kBarQ ? bytes + 512 : bytes);
-        bulk_load(shared + to, from, bytes, bar.full(tile));
-      };
-  for (int chunk = last - 1; chunk >= p.first; --chunk) {
-    const uint32_t even = ((last - 1 - chunk) & 1) ^ 1;
-    const int64_t pair = pair_at(p, chunk, head);
-    const unsigned char* const source = p.base.tiles + pair * kTileBytes;
-    fetch(kBarM, kReverseM, source + kTileM, kSlab, even);
-    fetch(kBarK, kReverseK, source + kTileK, kTile, even);
-    fetch(kBarQ, kReverseQ, source + kTileQ, kTile, even);
-    bulk_load(shared + kReverseDecay, source + kTileDecay, 512, bar.full(kBarQ));
-    fetch(kBarW, kReverseW, source + kTileW, kTile, even);
-    fetch(kBarP, kReverseP, p.solve + pair * kSlab, kSlab, even);
-  }
-}
-/// kOutThreads threads copy this V half of do, zero rows behind a chunk's end.
-LOCKSTEP_DEVICE void reverse_fetch_out(
-    const BackwardParams& p, int head, int half, uint32_t shared, int thread) {
-  const WindowBarriers bar{shared + kWindowBarriers};
-  const int last = window_end(p);
-  const int piece = thread & 7, first_row = thread >> 3;
-  const int64_t row_bytes = int64_t{p.base.row_heads} * (kDim * 2);
-  for (int chunk = last - 1; chunk >= p.first; --chunk) {
-    const ChunkInfo info = p.base.chunks[chunk];
-    const char* from = reinterpret_cast<const char*>(p.dout) + info.first_token * row_bytes +
-                       head * (kDim * 2) + half * kDim + piece * 16;
-    barrier_wait(bar.used(kBarOut), ((last - 1 - chunk) & 1) ^ 1);
-#pragma unroll
-    for (int r = 0; r < 8; ++r) {
-      const int row = first_row + 8 * r;
-      const bool valid = row < info.length;
-      copy16(shared + kReverseOut + slab_offset(row, piece),
-             from + (valid ? row * row_bytes : 0),
-             valid);
-    }
-    copy_arrive(bar.full(kBarOut));
-  }
-  copy_wait<0>();
 }
 
 LOCKSTEP_DEVICE void reverse_consume(
@@ -285,22 +308,22 @@ LOCKSTEP_DEVICE void reverse_consume(
 #pragma unroll
     for (int j = 0; j < 32; ++j) dsb[j] = pack_bf16(ds[2 * j], ds[2 * j + 1]);
 
-    barrier_wait(bar.full(kBarOut), parity);
+    barrier_wait(bar.full(kBarRows), parity);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       uint32_t r[4];
       load_matrix4_transposed(
           r,
-          shared + kReverseOut +
+          shared + kWindowRows +
               slab_offset(16 * j + 8 * (matrix >> 1) + in, 2 * warp + (matrix & 1)));
 #pragma unroll
       for (int e = 0; e < 4; ++e) out[4 * j + e] = r[e];
     }
-    barrier_arrive(bar.used(kBarOut));
+    barrier_arrive(bar.used(kBarRows));
 
     // dN = M^T do + K- dS
-    const uint64_t m = operand_outer_major(shared + kReverseM, kSlab);
-    const uint64_t kd = operand_k_major(shared + kReverseK);
+    const uint64_t m = operand_outer_major(shared + kWindowM, kSlab);
+    const uint64_t kd = operand_k_major(shared + kWindowK);
     barrier_wait(bar.full(kBarM), parity);
     wgmma_fence();
 #pragma unroll
@@ -311,11 +334,27 @@ LOCKSTEP_DEVICE void reverse_consume(
     for (int k = 0; k < 8; ++k)
       wgmma_64<1>(n, dsb + 4 * k, kd + (k >> 2) * (kSlab >> 4) + (k & 3) * 2, true);
     wgmma_commit();
+    reclaim_patches(thread);
+    store_state_patch(dsb, shared, warp, lane);
+    barrier_wait(bar.full(kBarP), parity);
+    wgmma_wait<0>();
+    pin(n);
+    barrier_arrive(bar.used(kBarM));
+    barrier_arrive(bar.used(kBarK));
+    pack_terms(nb, rest, n);
 
-    // dS = exp(b_C) dS + Q~^T do behind it
+    // Y = P^T dN; dS = exp(b_C) dS + Q~^T do behind it
+    const uint64_t solve = operand_outer_major(shared + kWindowP, kSlab);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      wgmma_64_outer(y, nb + 4 * k, solve + k * 128, k > 0);
+      wgmma_64_outer(y, rest + 4 * k, solve + k * 128, true);
+    }
+    wgmma_commit();
     barrier_wait(bar.full(kBarQ), parity);
     pin(ds);
-    const float* decay = reinterpret_cast<const float*>(base + kReverseDecay);
+    const float* decay = reinterpret_cast<const float*>(base + kWindowDecay);
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
       const float2 factor = *reinterpret_cast<const float2*>(decay + 8 * j + 2 * t);
@@ -324,52 +363,34 @@ LOCKSTEP_DEVICE void reverse_consume(
       ds[4 * j + 2] *= factor.x;
       ds[4 * j + 3] *= factor.y;
     }
-    const uint64_t q = operand_outer_major(shared + kReverseQ, kSlab);
+    const uint64_t q = operand_outer_major(shared + kWindowQ, kSlab);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < 4; ++k) wgmma_128_outer(ds, out + 4 * k, q + k * 128);
     wgmma_commit();
-    reclaim_patches(thread);
-    store_state_patch(dsb, shared, warp, lane);
-
     wgmma_wait<1>();
-    pin(n);
-    barrier_arrive(bar.used(kBarM));
-    barrier_arrive(bar.used(kBarK));
-#pragma unroll
-    for (int j = 0; j < 16; ++j) {
-      nb[j] = pack_bf16(n[2 * j], n[2 * j + 1]);
-      rest[j] = pack_bf16(n[2 * j] - low_bf16(nb[j]), n[2 * j + 1] - high_bf16(nb[j]));
-    }
+    pin(y);
+    barrier_arrive(bar.used(kBarP));
+    pack_terms(nb, rest, y);
 
-    // dS -= W^T dN, dv = s P^T dN
-    const uint64_t w = operand_outer_major(shared + kReverseW, kSlab);
-    const uint64_t solve = operand_outer_major(shared + kReverseP, kSlab);
-    barrier_wait(bar.full(kBarW), parity);
+    // dS -= K~^T Y
+    const uint64_t start = operand_outer_major(shared + kWindowStart, kSlab);
+    barrier_wait(bar.full(kBarStart), parity);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      wgmma_128_outer<-1>(ds, nb + 4 * k, w + k * 128);
-      wgmma_128_outer<-1>(ds, rest + 4 * k, w + k * 128);
+      wgmma_128_outer<-1>(ds, nb + 4 * k, start + k * 128);
+      wgmma_128_outer<-1>(ds, rest + 4 * k, start + k * 128);
     }
     wgmma_commit();
-    barrier_wait(bar.full(kBarP), parity);
-    wgmma_fence();
+    uint32_t dv[16];  // not `out`, nb or rest: products in flight read those
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      wgmma_64_outer(y, nb + 4 * k, solve + k * 128, k > 0);
-      wgmma_64_outer(y, rest + 4 * k, solve + k * 128, true);
-    }
-    wgmma_commit();
+    for (int j = 0; j < 16; ++j) dv[j] = pack_bf16(y[2 * j] * kScale, y[2 * j + 1] * kScale);
+    store_tile_patch(dv, shared, warp, lane);
     wgmma_wait<0>();
     pin(ds);
-    pin(y);
     barrier_arrive(bar.used(kBarQ));
-    barrier_arrive(bar.used(kBarW));
-    barrier_arrive(bar.used(kBarP));
-#pragma unroll
-    for (int j = 0; j < 16; ++j) nb[j] = pack_bf16(y[2 * j] * kScale, y[2 * j + 1] * kScale);
-    store_tile_patch(nb, shared, warp, lane);
+    barrier_arrive(bar.used(kBarStart));
     const int64_t pair = pair_at(p, chunk, head);
     send_patches(p.state_grad + pair * kStateBytes + half * kStateHalf,
                  p.dv_tiles + pair * kTile + half * kSlab,

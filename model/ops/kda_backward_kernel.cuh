@@ -2,11 +2,11 @@
 
 // KDA backward for sm_90a. The batch is taken in windows of chunks, last window first; each is
 // three launches:
-// - preparation: the forward pass's, every record (72.5 KB) and P (8 KB) kept in device memory;
+// - preparation: the forward pass's, every record (64.5 KB) kept in device memory;
 // - chains: states forward from the window's checkpoint, gradients of the state in reverse, 4
 //   chains per head (direction, V half), two to a multiprocessor;
 // - gradients: one block per multiprocessor over (chunk, head) pairs.
-// What passes between them is 176.5 KB per pair, written once and read once or twice (about 600 KB
+// What passes between them is 160.5 KB per pair, written once and read once or twice (about 600 KB
 // of traffic with inputs and outputs, 0.15 us of the device's bandwidth).
 
 #include "model/ops/kda_backward_chain.cuh"
@@ -52,10 +52,12 @@ __global__ void __launch_bounds__(kWindowChainThreads, 2)
     fewer_registers<40>();
     if (reverse) {
       if (thread == 128) reverse_fetch(p, head, shared);
-      if (thread >= 256 - kOutThreads)
-        reverse_fetch_out(p, head, half, shared, thread - (256 - kOutThreads));
-    } else if (thread == 128) {
-      replay_fetch(p, head, half, shared);
+      if (thread >= 256 - kRowThreads)
+        fetch_rows<true>(p, p.dout, head, half, shared, thread - (256 - kRowThreads));
+    } else {
+      if (thread == 128) replay_fetch(p, head, shared);
+      if (thread >= 256 - kRowThreads)
+        fetch_rows<false>(p, p.base.v, head, half, shared, thread - (256 - kRowThreads));
     }
   }
 }

@@ -13,7 +13,7 @@ using kda::BackwardParams;
 using kda::Params;
 
 struct Layout {
-  size_t records = 0, solve = 0, state = 0, state_grad = 0, n = 0, dv_tiles = 0;
+  size_t records = 0, state = 0, state_grad = 0, n = 0, dv_tiles = 0;
   size_t carry = 0, partials = 0, chunks = 0, chunk_begin = 0, total = 0;
 };
 
@@ -28,7 +28,6 @@ Layout workspace_layout(int64_t tokens, int64_t documents, int heads) {
     return at;
   };
   l.records = take(pairs * kda::kTileBytes);
-  l.solve = take(pairs * kda::kSlab);
   l.state = take(pairs * kda::kStateBytes);
   l.state_grad = take(pairs * kda::kStateBytes);
   l.n = take(pairs * kda::kTile);
@@ -119,7 +118,6 @@ KdaCudaResult kda_backward(const KdaBackwardArgs& args,
   p.dv = args.dv_THV;
   p.df = args.df_THK;
   p.dbeta = args.dbeta_logit_TH;
-  p.solve = bytes + layout.solve;
   p.state = bytes + layout.state;
   p.state_grad = bytes + layout.state_grad;
   p.n = bytes + layout.n;

@@ -147,19 +147,29 @@ LOCKSTEP_DEVICE void load_gradient_rows(
   copy_commit();
 }
 
-/// Starts q, k, f and do of a chunk on their way to L2: a line of 128 bytes a thread.
-LOCKSTEP_DEVICE void prefetch_rows(const BackwardParams& p,
-                                   const ChunkInfo& info,
-                                   int head,
-                                   int thread) {
+/// Starts all that the next chunk reads on its way to L2, spread over the time of this one.
+LOCKSTEP_DEVICE void prefetch_chunk(
+    const BackwardParams& p, int chunk, const ChunkInfo& info, int head, int thread) {
+  const auto tile = [](const unsigned char* from, uint32_t bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes));
+  };
+  if (thread == 0) {
+    const int64_t pair = pair_at(p, chunk, head);
+    tile(p.n + pair * kTile, kTile);
+    tile(p.dv_tiles + pair * kTile, kTile);
+    tile(p.state + pair * kStateBytes, kStateBytes);
+    tile(p.state_grad + pair * kStateBytes, kStateBytes);
+  }
   const int row = (thread >> 1) & 63;
   if (row >= info.length) return;
   const int64_t at = chunk_origin(p.base, info, head) +
                      row * (int64_t{p.base.row_heads} * (kDim * 2)) + (thread & 1) * 128;
-  const uint16_t* const of[4] = {p.base.q, p.base.k, p.base.f, p.dout};
+  const auto line = [at](const uint16_t* from) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(reinterpret_cast<const char*>(from) + at));
+  };
   const int which = thread >> 7;
-  const uint16_t* const from = which == 0 ? of[0] : which == 1 ? of[1] : which == 2 ? of[2] : of[3];
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(reinterpret_cast<const char*>(from) + at));
+  line(which == 0 ? p.base.q : which == 1 ? p.base.k : which == 2 ? p.base.f : p.dout);
+  if (which == 3) line(p.base.v);
 }
 
 /// Raw q and k of a thread's rows, zeros behind the chunk's end.

@@ -1,7 +1,7 @@
 #pragma once
 
 // Preparation of a window: the forward pass's, with a place of its own in device memory for every
-// record, and P kept for the reverse chain.
+// record.
 
 #include "model/ops/kda_backward_tiles.cuh"
 #include "model/ops/kda_forward_prepare.cuh"
@@ -10,7 +10,7 @@ namespace lockstep::model::kda {
 
 constexpr int kWindowPrepareThreads = 128 + kPrepareThreads;  // publishing warp, padding | group
 
-/// One warp beside the group: moves W, U, M and P of each item to device memory, and holds the
+/// One warp beside the group: moves P and M of each item to device memory, and holds the
 /// group back until they have left shared memory.
 LOCKSTEP_DEVICE void publish_window(
     const BackwardParams& p, int chunk, int chunks, int step, int head, uint32_t shared, int lane) {
@@ -19,12 +19,9 @@ LOCKSTEP_DEVICE void publish_window(
   for (; chunk < chunks; chunk += step) {
     named_barrier(kWrittenBarrier, kPublishThreads);
     if (lane == 0) {
-      const int64_t pair = pair_at(p, chunk, head);
-      unsigned char* const out = p.base.tiles + pair * kTileBytes;
-      bulk_store(out + kTileW, shared + kRowK, kTile);
-      bulk_store(out + kTileU, shared + kRowQ, kTile);
+      unsigned char* const out = p.base.tiles + pair_at(p, chunk, head) * kTileBytes;
+      bulk_store(out + kTileP, shared + kSolve, kSlab);
       bulk_store(out + kTileM, shared + kScores, kSlab);
-      bulk_store(p.solve + pair * kSlab, shared + kSolve, kSlab);
       bulk_commit();
       bulk_wait_read();
     }

@@ -234,8 +234,10 @@ LOCKSTEP_DEVICE void gradient_items(
       copy_wait<0>();
       fence_async_shared();
       gradient_barrier();
-      if (chunk + step < chunks)
-        prefetch_rows(p, load_chunk_info(p.base, chunk + step, 0), head, me.thread);
+      if (chunk + step < chunks) {
+        const ChunkInfo after = load_chunk_info(p.base, chunk + step, 0);
+        prefetch_chunk(p, chunk + step, after, head, me.thread);
+      }
     }
     barrier_wait(bar, parity);
     parity ^= 1;

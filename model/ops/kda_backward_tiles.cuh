@@ -21,7 +21,6 @@ struct BackwardParams {
   float* dinitial;       // [N, H, K, V] or null
   uint16_t *dq, *dk, *dv, *df, *dbeta;
   // workspace, per (chunk of the window, head)
-  unsigned char* solve;       // P, slab
   unsigned char* state;       // S entering the chunk, transposed, kStateBytes
   unsigned char* state_grad;  // gradient of S leaving it over s, likewise
   unsigned char* n;           // N, tile

@@ -39,7 +39,7 @@ struct KdaForwardArgs {
 };
 
 /// Bytes of device scratch that kda_forward needs for these sizes (contents need no
-/// initialisation): about 28.5 MB for up to 64 heads, which stay in L2 (445 KB for each further
+/// initialisation): about 26 MB for up to 64 heads, which stay in L2 (400 KB for each further
 /// head), and 16 bytes per chunk of 64 tokens.
 size_t kda_forward_workspace_bytes(int64_t tokens, int64_t documents, int heads);
 
@@ -92,7 +92,7 @@ struct KdaBackwardArgs {
   float* dinitial_state_NHKV = nullptr;      ///< fp32 [N,H,128,128] or null
 };
 
-/// Bytes of device scratch of kda_backward: 176.5 KB for each (chunk, head) of one window (1.5 GB
+/// Bytes of device scratch of kda_backward: 160.5 KB for each (chunk, head) of one window (1.4 GB
 /// for 64 heads from 8192 tokens on), 516 bytes for each (chunk, head) of the batch.
 size_t kda_backward_workspace_bytes(int64_t tokens, int64_t documents, int heads);
 

@@ -3,8 +3,10 @@
 // The state chain of one head and one half of V: one warpgroup, and one thread that copies the
 // tiles. Everything is computed transposed (S^T: V rows, K columns), so that each result is,
 // register for register, the left operand of the next product: the state, N and the output never
-// pass through shared memory on the way from one product to the next. W and U are staged twice, the
-// other tiles once: a tile is fetched again as soon as its product has been taken.
+// pass through shared memory on the way from one product to the next. N = P (V - K~ S): what would
+// otherwise be W = P K~ and U = P V is one more product of 64 x 64 here instead of four in the
+// preparation, which has less time to spare. K~ and V are staged twice, the other tiles once: a
+// tile is fetched again as soon as its product has been taken.
 
 #include "model/ops/kda_forward_tiles.cuh"
 
@@ -14,15 +16,16 @@ using namespace hopper;
 
 constexpr int kOutRow = 48;  // bytes per token of a warp's output patch (16 V + pad)
 constexpr int kOutPatch = kChunk * kOutRow;
-constexpr int kChainA = 0;  // two stages of W and half of U
+constexpr int kChainA = 0;  // two stages of K~ and half of V
 constexpr int kStageA = kTile + kSlab;
-constexpr int kChainQ = kChainA + 2 * kStageA;
+constexpr int kChainP = kChainA + 2 * kStageA;
+constexpr int kChainQ = kChainP + kSlab;
 constexpr int kChainK = kChainQ + kTile;
 constexpr int kChainM = kChainK + kTile;
 constexpr int kChainDecay = kChainM + kSlab;
 constexpr int kChainOut = kChainDecay + 512;
 constexpr int kChainBarriers = kChainOut + 4 * kOutPatch;
-constexpr int kChainBytes = (kChainBarriers + 112 + 1023) / 1024 * 1024;
+constexpr int kChainBytes = (kChainBarriers + 144 + 1023) / 1024 * 1024;
 
 /// Shared-memory barriers: "full" is completed by the copies, "used" by all 128 threads of the
 /// chain (each orders its own reads; no slower than one arrival per warp).
@@ -39,6 +42,9 @@ struct ChainBarriers {
   /// From one fetching thread to the other and back: the record is complete; noted.
   LOCKSTEP_DEVICE uint32_t complete(int stage) const { return base + 80 + 8 * stage; }
   LOCKSTEP_DEVICE uint32_t noted(int stage) const { return base + 96 + 8 * stage; }
+  LOCKSTEP_DEVICE uint32_t full_v(int stage) const { return base + 112 + 8 * stage; }
+  LOCKSTEP_DEVICE uint32_t full_p() const { return base + 128; }
+  LOCKSTEP_DEVICE uint32_t used_p() const { return base + 136; }
 };
 
 LOCKSTEP_DEVICE void chain_init(uint32_t shared) {
@@ -48,7 +54,10 @@ LOCKSTEP_DEVICE void chain_init(uint32_t shared) {
     barrier_init(bar.used_a(stage), 128);
     barrier_init(bar.complete(stage), 1);
     barrier_init(bar.noted(stage), 1);
+    barrier_init(bar.full_v(stage), 32);
   }
+  barrier_init(bar.full_p(), 1);
+  barrier_init(bar.used_p(), 128);
   barrier_init(bar.full_q(), 1);
   barrier_init(bar.full_k(), 1);
   barrier_init(bar.full_m(), 1);
@@ -58,9 +67,8 @@ LOCKSTEP_DEVICE void chain_init(uint32_t shared) {
   fence_barrier_init();
 }
 
-/// One thread: waits for each record of `head`, copies W and its half of U, up to two chunks ahead.
-LOCKSTEP_DEVICE void chain_fetch_ahead(
-    const Params& p, int head, int half, int chunks, uint32_t shared) {
+/// One thread: waits for each record of `head`, copies K~, up to two chunks ahead.
+LOCKSTEP_DEVICE void chain_fetch_ahead(const Params& p, int head, int chunks, uint32_t shared) {
   const ChainBarriers bar{shared + kChainBarriers};
   const int* const flags = p.ready + head * p.ring;
   int slot = 0;
@@ -72,14 +80,35 @@ LOCKSTEP_DEVICE void chain_fetch_ahead(
     barrier_wait(bar.noted(stage), ((chunk >> 1) & 1) ^ 1);
     barrier_arrive(bar.complete(stage));
     barrier_wait(bar.used_a(stage), ((chunk >> 1) & 1) ^ 1);
-    barrier_expect_bytes(bar.full_a(stage), kStageA);
-    bulk_load(shared + kChainA + stage * kStageA, source + kTileW, kTile, bar.full_a(stage));
-    bulk_load(shared + kChainA + stage * kStageA + kTile,
-              source + kTileU + half * kSlab,
-              kSlab,
-              bar.full_a(stage));
+    barrier_expect_bytes(bar.full_a(stage), kTile);
+    bulk_load(shared + kChainA + stage * kStageA, source + kTileStart, kTile, bar.full_a(stage));
     if (++slot == p.ring) slot = 0;
   }
+}
+
+/// A warp: copies this half of v, zero rows behind a chunk's end, up to two chunks ahead.
+LOCKSTEP_DEVICE void chain_fetch_value(
+    const Params& p, int head, int half, int chunks, uint32_t shared, int lane) {
+  const ChainBarriers bar{shared + kChainBarriers};
+  const int piece = lane & 7, first_row = lane >> 3;
+  const int64_t row_bytes = int64_t{p.row_heads} * (kDim * 2);
+  const char* const v =
+      reinterpret_cast<const char*>(p.v) + head * (kDim * 2) + half * kDim + piece * 16;
+  for (int chunk = 0; chunk < chunks; ++chunk) {
+    const int stage = chunk & 1;
+    const ChunkInfo info = p.chunks[chunk];
+    const char* const from = v + info.first_token * row_bytes;
+    const uint32_t to = shared + kChainA + stage * kStageA + kTile;
+    barrier_wait(bar.used_a(stage), ((chunk >> 1) & 1) ^ 1);
+#pragma unroll 4
+    for (int i = 0; i < 16; ++i) {
+      const int row = first_row + 4 * i;
+      const bool valid = row < info.length;
+      copy16(to + slab_offset(row, piece), from + (valid ? row * row_bytes : 0), valid);
+    }
+    copy_arrive(bar.full_v(stage));
+  }
+  copy_wait<0>();
 }
 
 /// Another thread: copies the other tiles, each as soon as its place is free.
@@ -90,6 +119,9 @@ LOCKSTEP_DEVICE void chain_fetch(const Params& p, int head, int chunks, uint32_t
     const unsigned char* const source = record(p, chunk, head);
     barrier_wait(bar.complete(chunk & 1), (chunk >> 1) & 1);
     barrier_arrive(bar.noted(chunk & 1));
+    barrier_wait(bar.used_p(), parity);
+    barrier_expect_bytes(bar.full_p(), kSlab);
+    bulk_load(shared + kChainP, source + kTileP, kSlab, bar.full_p());
     barrier_wait(bar.used_q(), parity);
     barrier_expect_bytes(bar.full_q(), kTile + 512);
     bulk_load(shared + kChainQ, source + kTileQ, kTile, bar.full_q());
@@ -103,8 +135,8 @@ LOCKSTEP_DEVICE void chain_fetch(const Params& p, int head, int chunks, uint32_t
   }
 }
 
-/// U of this warp's 16 V rows as accumulators of N^T.
-LOCKSTEP_DEVICE void load_u(float (&n)[32], uint32_t slab, int warp, int lane) {
+/// V of this warp's 16 V rows as accumulators of (V - K~ S)^T.
+LOCKSTEP_DEVICE void load_value(float (&n)[32], uint32_t slab, int warp, int lane) {
   const uint32_t matrix = lane >> 3, in = lane & 7;
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
@@ -176,8 +208,8 @@ LOCKSTEP_DEVICE void chain_consume(
       for (int j = 0; j < 32; ++j) sb[j] = pack_bf16(s[2 * j], s[2 * j + 1]);
 #pragma unroll
       for (int j = 0; j < 16; ++j) ob[j] = 0;
-      barrier_wait(bar.full_a(chunk & 1), (chunk >> 1) & 1);
-      load_u(n, shared + kChainA + (chunk & 1) * kStageA + kTile, warp, lane);
+      barrier_wait(bar.full_v(chunk & 1), (chunk >> 1) & 1);
+      load_value(n, shared + kChainA + (chunk & 1) * kStageA + kTile, warp, lane);
       int pending = 0;  // tokens of the finished output that `ob` holds
       uint16_t* out = p.o;
 
@@ -197,13 +229,29 @@ LOCKSTEP_DEVICE void chain_consume(
             for (int e = 0; e < 4; ++e) to[(8 * j + (e & 1)) * kDim + (e >> 1) * 8] = s[4 * j + e];
         }
 
-        // N = U - W S, then O = Q~ S behind it
-        const uint64_t w = operand_k_major(shared + kChainA + stage * kStageA);
-        const uint64_t q = operand_k_major(shared + kChainQ);
+        // N = P (V - K~ S), then O = Q~ S behind it
+        barrier_wait(bar.full_a(stage), (chunk >> 1) & 1);
+        const uint64_t start = operand_k_major(shared + kChainA + stage * kStageA);
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < 8; ++k)
-          wgmma_64<-1>(n, sb + 4 * k, w + (k >> 2) * (kSlab >> 4) + (k & 3) * 2, true);
+          wgmma_64<-1>(n, sb + 4 * k, start + (k >> 2) * (kSlab >> 4) + (k & 3) * 2, true);
+        wgmma_commit();
+        // Meanwhile: the previous chunk's output goes out.
+        store_output(ob, patch, out, row_stride, pending, lane);
+        pending = info.length;
+        out = p.o + info.first_token * row_stride + int64_t{head} * kDim + column;
+        barrier_wait(bar.full_p(), parity);
+        wgmma_wait<0>();
+        pin(n);
+        barrier_arrive(bar.used_a(stage));
+#pragma unroll
+        for (int j = 0; j < 16; ++j) nb[j] = pack_bf16(n[2 * j], n[2 * j + 1]);
+        const uint64_t solve = operand_k_major(shared + kChainP);
+        const uint64_t q = operand_k_major(shared + kChainQ);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < 4; ++k) wgmma_64<1>(n, nb + 4 * k, solve + k * 2, k > 0);
         wgmma_commit();
         barrier_wait(bar.full_q(), parity);
         wgmma_fence();
@@ -211,15 +259,9 @@ LOCKSTEP_DEVICE void chain_consume(
         for (int k = 0; k < 8; ++k)
           wgmma_64<1>(o, sb + 4 * k, q + (k >> 2) * (kSlab >> 4) + (k & 3) * 2, k > 0);
         wgmma_commit();
-
-        // Meanwhile: the previous chunk's output goes out, the state decays.
-        store_output(ob, patch, out, row_stride, pending, lane);
-        pending = info.length;
-        out = p.o + info.first_token * row_stride + int64_t{head} * kDim + column;
-
         wgmma_wait<1>();
         pin(n);
-        barrier_arrive(bar.used_a(stage));
+        barrier_arrive(bar.used_p());
 #pragma unroll
         for (int j = 0; j < 16; ++j) nb[j] = pack_bf16(n[2 * j], n[2 * j + 1]);
 
@@ -255,8 +297,8 @@ LOCKSTEP_DEVICE void chain_consume(
 
         ++chunk;
         if (chunk < chunk_last) {
-          barrier_wait(bar.full_a(chunk & 1), (chunk >> 1) & 1);
-          load_u(n, shared + kChainA + (chunk & 1) * kStageA + kTile, warp, lane);
+          barrier_wait(bar.full_v(chunk & 1), (chunk >> 1) & 1);
+          load_value(n, shared + kChainA + (chunk & 1) * kStageA + kTile, warp, lane);
         }
         wgmma_wait<1>();
         pin(s);

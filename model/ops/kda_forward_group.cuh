@@ -13,22 +13,20 @@ constexpr int kPublishThreads = kPrepareThreads + 32;  // with the warp that pub
 
 // Named barriers of a block.
 constexpr int kGroupBarrier = 1;    // the group
-constexpr int kWrittenBarrier = 2;  // group -> publisher: W, U, M lie in shared memory
+constexpr int kWrittenBarrier = 2;  // group -> publisher: P and M lie in shared memory
 constexpr int kGoBarrier = 3;  // publisher -> group: they have left it, and the next slot is free
 
-// Shared memory of a group. The Gram operands die after the Gram products; W, U and the small
-// matrices of the inverse then take their place.
-constexpr int kRowK = 0;                     // k exp2(b - A_I); later W
-constexpr int kRowQ = kRowK + kTile;         // q exp2(b - A_I); later U
-constexpr int kColumns = kRowQ + kTile;      // k exp2(A_{J+1} - b); later L and P
-constexpr int kLower = kColumns;             // L, fp16, slab (blocks below the diagonal)
-constexpr int kSolve = kLower + kSlab;       // P, bf16, slab
-constexpr int kDecayedK = kColumns + kTile;  // K~
-constexpr int kValue = kDecayedK + kTile;    // v
-constexpr int kGate = kValue + kTile;        // f of the next item, rows of 256 bytes
-constexpr int kScores = kGate + kTile;       // M, bf16, slab
-constexpr int kTotals = kScores + kSlab;     // [8 warps][128] fp32: decay over the warp's 8 rows
-constexpr int kDiagonal = kTotals;           // later: diagonal blocks of L, fp32 [4][16][16]
+// Shared memory of a group. The column operands die after the Gram products; the small matrices of
+// the inverse then take their place.
+constexpr int kRowK = 0;                  // k exp2(b - A_I)
+constexpr int kRowQ = kRowK + kTile;      // q exp2(b - A_I)
+constexpr int kColumns = kRowQ + kTile;   // k exp2(A_{J+1} - b); later L and P
+constexpr int kLower = kColumns;          // L, fp16, slab (blocks below the diagonal)
+constexpr int kSolve = kLower + kSlab;    // P, bf16, slab
+constexpr int kGate = kColumns + kTile;   // f of the next item, rows of 256 bytes
+constexpr int kScores = kGate + kTile;    // M, bf16, slab
+constexpr int kTotals = kScores + kSlab;  // [8 warps][128] fp32: decay over the warp's 8 rows
+constexpr int kDiagonal = kTotals;        // later: diagonal blocks of L, fp32 [4][16][16]
 constexpr int kPrefix = kTotals + 8 * kDim * 4;     // [5][128] fp32: P_I
 constexpr int kFactors = kPrefix + 5 * kDim * 4;    // [10 pairs][128] bf16: 2^(A_I - A_{J+1})
 constexpr int kInverse = kFactors + 10 * kDim * 2;  // inverses of the diagonal blocks, fp16

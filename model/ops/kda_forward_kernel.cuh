@@ -76,9 +76,10 @@ __global__ void __launch_bounds__(kForwardThreads, 1) forward_kernel(Params p) {
     if (has_chain) chain_consume(p, head, half, chain_shared, thread);
   } else if (role == 3) {
     fewer_registers<32>();
-    if (thread == 384 && has_chain)
-      chain_fetch_ahead(p, head, half, chunks, smem_address(chain_shared));
+    if (thread == 384 && has_chain) chain_fetch_ahead(p, head, chunks, smem_address(chain_shared));
     if (thread == 448 && has_chain) chain_fetch(p, head, chunks, smem_address(chain_shared));
+    if (thread >= 480 && has_chain)
+      chain_fetch_value(p, head, half, chunks, smem_address(chain_shared), thread & 31);
     if (thread >= 416 && thread < 448)
       publish_items(p, first, own_chunks, step, head, smem_address(dynamic_shared), thread & 31);
   } else {

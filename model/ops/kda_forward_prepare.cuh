@@ -124,22 +124,6 @@ LOCKSTEP_DEVICE void load_gate(
   copy_commit();
 }
 
-/// v of a chunk straight into shared memory, zero rows behind its end.
-LOCKSTEP_DEVICE void load_value(
-    uint32_t shared, const Params& p, const ChunkInfo& info, int head, int thread) {
-  const uint32_t row_bytes = p.row_heads * (kDim * 2);
-  const uint32_t piece = thread & 15, first_row = thread >> 4;
-  const char* v = reinterpret_cast<const char*>(p.v) + chunk_origin(p, info, head) + piece * 16;
-  const uint32_t to = shared + kValue + (piece >> 3) * kSlab + slab_offset(first_row, piece & 7);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const uint32_t row = first_row + 16 * i;
-    const bool valid = static_cast<int>(row) < info.length;
-    copy16(to + i * 2048, v + (valid ? row * row_bytes : 0u), valid);
-  }
-  copy_commit();
-}
-
 /// l2norm of a thread's rows: fp32 sums, then bf16.
 LOCKSTEP_DEVICE void normalize(RawRows& raw, unsigned char* base, int warp, int lane) {
   float sums[16];
@@ -226,8 +210,8 @@ LOCKSTEP_DEVICE void find_anchors(unsigned char* base, unsigned char* out, int t
   }
 }
 
-/// Decayed operands of this thread's eight rows: Gram operands and K~ to shared memory, Q~ and K-
-/// to the record. One copy of this code for all warps, the block being a run-time value: the
+/// Decayed operands of this thread's eight rows: Gram operands to shared memory, K~, Q~ and
+/// K- to the record. One copy of this code for all warps, the block being a run-time value: the
 /// instruction cache is scarce here.
 LOCKSTEP_DEVICE void write_operands(const RawRows& raw,
                                     const float (&b)[8][4],
@@ -284,8 +268,8 @@ LOCKSTEP_DEVICE void write_operands(const RawRows& raw,
     store_shared(at + kRowK, rows_k.x, rows_k.y);
     store_shared(at + kRowQ, rows_q.x, rows_q.y);
     store_shared(at + kColumns, cols_k.x, cols_k.y);
-    store_shared(
-        at + kDecayedK, multiply_bf16(rows_k.x, start[0]), multiply_bf16(rows_k.y, start[1]));
+    *reinterpret_cast<uint2*>(out_row + kTileStart) =
+        uint2{multiply_bf16(rows_k.x, start[0]), multiply_bf16(rows_k.y, start[1])};
     *reinterpret_cast<uint2*>(out_row + kTileQ) =
         uint2{multiply_bf16(rows_q.x, start[0]), multiply_bf16(rows_q.y, start[1])};
     *reinterpret_cast<uint2*>(out_row + kTileK) =
@@ -301,7 +285,7 @@ LOCKSTEP_DEVICE bool slot_is_free(const Params& p, int chunk, int head) {
                          load_relaxed(p.consumed + 2 * head + 1) >= needed);
 }
 
-/// One warp beside the group: moves W, U and M of each item to the record, publishes the record
+/// One warp beside the group: moves P and M of each item to the record, publishes the record
 /// once everything in it is visible, and holds the group back while the next item's slot is in use.
 LOCKSTEP_DEVICE void publish_items(
     const Params& p, int chunk, int chunks, int step, int head, uint32_t shared, int lane) {
@@ -316,8 +300,7 @@ LOCKSTEP_DEVICE void publish_items(
     named_barrier(kWrittenBarrier, kPublishThreads);
     if (lane == 0) {
       unsigned char* const out = record(p, chunk, head);
-      bulk_store(out + kTileW, shared + kRowK, kTile);
-      bulk_store(out + kTileU, shared + kRowQ, kTile);
+      bulk_store(out + kTileP, shared + kSolve, kSlab);
       bulk_store(out + kTileM, shared + kScores, kSlab);
       bulk_commit();
       if (more && !go) go = slot_is_free(p, chunk + step, head);
@@ -352,37 +335,36 @@ LOCKSTEP_DEVICE void prepare_items(
     const GroupThread me;
     load_rows(raw, p, info, head, me.thread);
     load_gate(shared, p, info, head, me.warp, me.lane);
-    load_value(shared, p, info, head, me.thread);
     float* const bias = reinterpret_cast<float*>(base + kBias);
     if (me.thread < kDim) bias[me.thread] = p.dt_bias[head * kDim + me.thread];
     if (me.thread == kDim) bias[kDim] = -expf(p.a_log[head]) * 1.4426950408889634f;
     if (me.warp < 6) store_shared_zero16(shared + kScores + upper_offset(me.warp, me.lane));
   }
-  copy_wait<1>();  // f; v may still be on its way
+  copy_wait<0>();  // f
   named_barrier(kGroupBarrier, kPrepareThreads);
 
   for (; chunk < chunks; chunk += step) {
     const bool more = chunk + step < chunks;
     {
+      // Warps 4-7 come here while 0-3 still solve for the chunk before.
       const GroupThread me;
       const int length = info.length;
       if (more) info = load_chunk_info(p, chunk + step, me.lane * p.zero);
       unsigned char* const out = record(p, chunk, head);
+      float b[8][4];
+      accumulate_gate(b, p.decay_scale, length, base, me.warp, me.lane);
+      normalize(raw, base, me.warp, me.lane);
+      named_barrier(kGoBarrier, kPublishThreads);
+      if (more) load_gate(shared, p, info, head, me.warp, me.lane);
       if (me.thread < kChunk)
         beta[me.thread] =
             me.thread < length
                 ? 1.0f / (1.0f + __expf(-__uint_as_float(uint32_t{raw.beta_logit} << 16)))
                 : 0.0f;
-      float b[8][4];
-      accumulate_gate(b, p.decay_scale, length, base, me.warp, me.lane);
-      normalize(raw, base, me.warp, me.lane);
-      named_barrier(kGoBarrier, kPublishThreads);
       find_anchors(base, out, me.thread);
       named_barrier(kGroupBarrier, kPrepareThreads);
       write_operands(raw, b, base, out, me.warp, me.lane);
     }
-    copy_wait<0>();
-    fence_async_shared();  // K~ and v feed wgmma
     named_barrier(kGroupBarrier, kPrepareThreads);
 
     // Gram products. Warps 0-3 take the diagonal pairs and invert their own block, warps 4-7 the
@@ -404,34 +386,20 @@ LOCKSTEP_DEVICE void prepare_items(
         const int row_block = warp == 7 ? 1 : 3 - (warp & 1);
         const int col_block[2] = {warp == 6 ? 2 : 0, warp < 6 ? 1 : warp == 6 ? 2 : 0};
         gram_pairs<2>(kk, qk, shared, row_block, col_block, lane);
-        if (more) load_gate(shared, p, info, head, warp, lane);
         named_barrier(kGroupBarrier, kPrepareThreads);
         store_pair<false>(kk[0], qk[0], shared, beta, row_block, col_block[0], lane);
         if (warp < 6) store_pair<false>(kk[1], qk[1], shared, beta, row_block, col_block[1], lane);
       }
       if (warp < 6) store_shared_zero16(shared + kSolve + upper_offset(warp, lane));
+      copy_wait<0>();  // f of the next item
     }
     named_barrier(kGroupBarrier, kPrepareThreads);
     {
       const GroupThread me;
       if (me.warp < 4) solve_block_column(shared, beta, me.warp, me.lane);
       fence_async_shared();
-      if (more) load_rows(raw, p, info, head, me.thread);
-    }
-    named_barrier(kGroupBarrier, kPrepareThreads);
-    {
-      const GroupThread me;
-      if (me.warp < 4) {
-        multiply_by_solve(shared, kDecayedK, kRowK, me.thread);
-      } else {
-        multiply_by_solve(shared, kValue, kRowQ, me.thread - 128);
-      }
-      fence_async_shared();
       named_barrier_arrive(kWrittenBarrier, kPublishThreads);
-      copy_wait<0>();  // f of the next item
-      // Also: v may be overwritten only when all four warps that multiplied with it are done.
-      named_barrier(kGroupBarrier, kPrepareThreads);
-      if (more) load_value(shared, p, info, head, me.thread);
+      if (more) load_rows(raw, p, info, head, me.thread);
     }
   }
 }

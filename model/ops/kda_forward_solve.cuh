@@ -1,7 +1,6 @@
 #pragma once
 
-// The matrix part of a preparation: Gram products, M, the inverse (I + L)^-1, and its products W
-// and U.
+// The matrix part of a preparation: Gram products, M, and the inverse (I + L)^-1.
 
 #include "model/ops/kda_forward_group.cuh"
 
@@ -218,39 +217,6 @@ LOCKSTEP_DEVICE void solve_block_column(uint32_t shared, const float* beta, int 
                                pack_bf16(-t[1][0] * beta_low, -t[1][1] * beta_low),
                                pack_bf16(-t[1][2] * beta_high, -t[1][3] * beta_high));
     }
-  }
-}
-
-/// One warpgroup: P times a 64 x 128 tile, rounded to bf16 into another tile.
-LOCKSTEP_DEVICE void multiply_by_solve(uint32_t shared, int source, int destination, int thread) {
-  const uint64_t a = operand_k_major(shared + kSolve);
-  const int warp = thread >> 5, lane = thread & 31;
-  const uint32_t at = shared + destination + slab_offset(warp * 16 + (lane & 15), lane >> 4);
-  float d[2][32];
-  wgmma_fence();
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const uint64_t b = operand_outer_major(shared + source + half * kSlab, kSlab);
-#pragma unroll
-    for (int step = 0; step < 4; ++step)
-      wgmma_64_shared(d[half], a + step * 2, b + step * 128, step > 0);
-    wgmma_commit();
-  }
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    if (half == 0) {
-      wgmma_wait<1>();
-    } else {
-      wgmma_wait<0>();
-    }
-    pin(d[half]);
-#pragma unroll
-    for (int j = 0; j < 8; j += 2)
-      store_matrix4((at ^ (j << 4)) + half * kSlab,
-                    pack_bf16(d[half][4 * j], d[half][4 * j + 1]),
-                    pack_bf16(d[half][4 * j + 2], d[half][4 * j + 3]),
-                    pack_bf16(d[half][4 * j + 4], d[half][4 * j + 5]),
-                    pack_bf16(d[half][4 * j + 6], d[half][4 * j + 7]));
   }
 }
 

@@ -17,9 +17,9 @@ constexpr int kSlab = 8192;       // bytes of 64 rows x 64 bf16, rows of 128 byt
 constexpr int kTile = 2 * kSlab;  // 64 x 128: channels 0-63, then 64-127
 
 // Record of one (chunk, head), in the order in which the chain needs the tiles.
-constexpr int kTileW = 0;                   // W = P K~              [64 tokens, 128 K]
-constexpr int kTileU = kTileW + kTile;      // U = P V               [64 tokens, 128 V]
-constexpr int kTileQ = kTileU + kTile;      // Q~ = q exp(b)         [64 tokens, 128 K]
+constexpr int kTileStart = 0;               // K~ = k exp(b)         [64 tokens, 128 K]
+constexpr int kTileP = kTileStart + kTile;  // P = (I+L)^-1 diag(beta) [64, 64 tokens]
+constexpr int kTileQ = kTileP + kSlab;      // Q~ = q exp(b)         [64 tokens, 128 K]
 constexpr int kTileK = kTileQ + kTile;      // K- = k exp(b_C - b)   [64 tokens, 128 K]
 constexpr int kTileM = kTileK + kTile;      // M                     [64 tokens, 64 tokens]
 constexpr int kTileDecay = kTileM + kSlab;  // exp(b_C)              [128] fp32
