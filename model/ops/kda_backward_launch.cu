@@ -4,7 +4,7 @@
 
 #include "model/ops/kda_backward_kernel.cuh"
 #include "model/ops/kda_cuda.hpp"
-#include "model/ops/kda_launch.hpp"
+#include "model/ops/kda_launch.cuh"
 
 namespace lockstep::model {
 namespace {

@@ -154,17 +154,27 @@ LOCKSTEP_DEVICE void gradient_rows(const BackwardParams& p,
   fence_async_shared();
   gradient_barrier();
   next();
-
-  float start[4], totals[4] = {};
-  load4(start, base + kStateTerm + lane * 16);
+  // What a warp's rows get from the other warps' rows: db of later ones, k tail of earlier ones.
+  if (me.thread < kDim) {
+    float* const later = reinterpret_cast<float*>(base + kDecaySums) + me.thread;
+    const float* const earlier = reinterpret_cast<const float*>(base + kTailSums) + me.thread;
+    float sum = reinterpret_cast<const float*>(base + kStateTerm)[me.thread];
 #pragma unroll 4
-  for (int w = 0; w < kGradientWarps; ++w) {
-    if (w == warp) continue;
-    float value[4];
-    load4(value, base + (w < warp ? kTailSums : kDecaySums) + (w * kDim + 4 * lane) * 4);
-#pragma unroll
-    for (int c = 0; c < 4; ++c) start[c] += value[c];
+    for (int w = kGradientWarps - 1; w >= 0; --w) {
+      const float own = later[w * kDim];
+      later[w * kDim] = sum;
+      sum += own;
+    }
+    sum = 0.0f;
+#pragma unroll 4
+    for (int w = 0; w < kGradientWarps; ++w) {
+      later[w * kDim] += sum;
+      sum += earlier[w * kDim];
+    }
   }
+  gradient_barrier();
+  float start[4], totals[4] = {};
+  load4(start, base + kDecaySums + (warp * kDim + 4 * lane) * 4);
   float rate = 0.0f;
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {

@@ -52,8 +52,8 @@ size_t kda_forward_workspace_bytes(int64_t tokens, int64_t documents, int heads)
 /// Numerics. Chunks of 64 tokens counted from each document's first token.
 ///   fp32: row norms, gate, cumulative decay b and all exponents (base 2), beta, the state S, every
 ///   accumulator; s multiplies the fp32 output. bf16 (round to nearest even): qn, kn after the
-///   norm, and all matrix operands: k and q times their decay factors, P = (I+L)^-1 diag(beta), W =
-///   P K~, U = P V, M, S and N = U - W S. Decay factors are anchored per 16-row sub-chunk at the
+///   norm, and all matrix operands: k and q times their decay factors, P = (I+L)^-1 diag(beta), M,
+///   S, V - K~ S and N = P (V - K~ S). Decay factors are anchored per 16-row sub-chunk at the
 ///   cumulative decay rounded to a power of two: rows at their own sub-chunk's start, columns at
 ///   the next one's, the rest of the factor is a power of two and exact. Exponents stay within 80
 ///   in the natural log and nothing overflows at -5 per token; entries above the diagonal are

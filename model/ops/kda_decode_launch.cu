@@ -2,7 +2,7 @@
 
 #include "model/ops/kda_cuda.hpp"
 #include "model/ops/kda_decode_kernel.cuh"
-#include "model/ops/kda_launch.hpp"
+#include "model/ops/kda_launch.cuh"
 
 namespace lockstep::model {
 

@@ -1,7 +1,7 @@
 #pragma once
 
 // Preparation: everything of a (chunk, head) that does not depend on the state. A group of 256
-// threads walks over its chunks; it reads q, k, v, f, beta and writes one tile record per chunk.
+// threads walks over its chunks; it reads q, k, f, beta and writes one tile record per chunk.
 // Here: loads, gate, l2norm, decayed operands and the loop; the matrix part is in
 // kda_forward_solve.cuh.
 //
@@ -61,10 +61,9 @@ LOCKSTEP_DEVICE uint2 pack4(float a, float b, float c, float d) {
   return {pack_bf16(a, b), pack_bf16(c, d)};
 }
 
-/// What a thread fetches ahead for its next item.
+/// k and q of a thread's eight rows.
 struct RawRows {
   uint2 k[8], q[8];
-  uint16_t beta_logit;
 };
 
 /// `zero` is 0 in a way the compiler cannot see: an address that looks uniform would make the
@@ -83,45 +82,33 @@ LOCKSTEP_DEVICE int64_t chunk_origin(const Params& p, const ChunkInfo& info, int
   return (info.first_token * p.row_heads + head) * (kDim * 2);
 }
 
-LOCKSTEP_DEVICE void load_rows(
-    RawRows& raw, const Params& p, const ChunkInfo& info, int head, int thread) {
-  const int warp = thread >> 5, lane = thread & 31;
-  const uint32_t row_bytes = p.row_heads * (kDim * 2);
-  const int64_t origin = chunk_origin(p, info, head) + 8 * warp * int64_t{row_bytes} + 8 * lane;
-  const char* k = reinterpret_cast<const char*>(p.k) + origin;
-  const char* q = reinterpret_cast<const char*>(p.q) + origin;
-#pragma unroll
-  for (int r = 0; r < 8; ++r) {
-    raw.k[r] = raw.q[r] = uint2{0, 0};
-    if (8 * warp + r < info.length) {
-      raw.k[r] = __ldg(reinterpret_cast<const uint2*>(k));
-      raw.q[r] = __ldg(reinterpret_cast<const uint2*>(q));
+/// A warp: starts f, k and q of a chunk into shared memory, zeros behind the chunk's end. 16 bytes
+/// a copy: bulk copies of single rows of 256 bytes took 50 cycles each.
+LOCKSTEP_DEVICE void load_raw(
+    uint32_t shared, const Params& p, const ChunkInfo& info, int head, int lane) {
+  const int64_t row_bytes = int64_t{p.row_heads} * (kDim * 2);
+  const int piece = lane & 15, first_row = lane >> 4;
+  const int64_t origin = chunk_origin(p, info, head) + first_row * row_bytes + piece * 16;
+  const uint32_t to = shared + kRaw + first_row * (kDim * 2) + piece * 16;
+#pragma unroll 1
+  for (int tensor = 0; tensor < 3; ++tensor) {
+    const char* from = reinterpret_cast<const char*>(tensor == 0   ? p.f
+                                                     : tensor == 1 ? p.k
+                                                                   : p.q) +
+                       origin;
+#pragma unroll 4
+    for (int row = first_row; row < kChunk; row += 2) {
+      const bool valid = row < info.length;
+      copy16(to + tensor * kRawTensor + (row - first_row) * (kDim * 2), from, valid);
+      if (row + 2 < info.length) from += 2 * row_bytes;
     }
-    k += row_bytes;
-    q += row_bytes;
   }
-  raw.beta_logit = thread < info.length
-                       ? __ldg(p.beta_logit + (info.first_token + thread) * p.row_heads + head)
-                       : uint16_t{0};
+  copy_arrive(shared + kRawBarrier);
 }
 
-/// f into kGate as one group of asynchronous copies. Warps 4-7: 16 rows each.
-LOCKSTEP_DEVICE void load_gate(
-    uint32_t shared, const Params& p, const ChunkInfo& info, int head, int warp, int lane) {
-  if (warp >= 4) {
-    const uint32_t row_bytes = p.row_heads * (kDim * 2);
-    const uint32_t first_row = 16 * (warp - 4) + (lane >> 4);
-    const char* f =
-        reinterpret_cast<const char*>(p.f) + chunk_origin(p, info, head) + (lane & 15) * 16;
-    const uint32_t to = shared + kGate + first_row * 256 + (lane & 15) * 16;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const uint32_t row = first_row + 2 * i;
-      const bool valid = static_cast<int>(row) < info.length;
-      copy16(to + i * 512, f + (valid ? row * row_bytes : 0u), valid);
-    }
-  }
-  copy_commit();
+LOCKSTEP_DEVICE uint2 raw_row(const unsigned char* base, int tensor, int row, int lane) {
+  return *reinterpret_cast<const uint2*>(base + kRaw + tensor * kRawTensor + row * (kDim * 2) +
+                                         lane * 8);
 }
 
 /// l2norm of a thread's rows: fp32 sums, then bf16.
@@ -129,6 +116,8 @@ LOCKSTEP_DEVICE void normalize(RawRows& raw, unsigned char* base, int warp, int 
   float sums[16];
 #pragma unroll
   for (int r = 0; r < 8; ++r) {
+    raw.k[r] = raw_row(base, 1, 8 * warp + r, lane);
+    raw.q[r] = raw_row(base, 2, 8 * warp + r, lane);
     sums[r] = square_sum4(raw.k[r]);
     sums[8 + r] = square_sum4(raw.q[r]);
   }
@@ -168,7 +157,7 @@ LOCKSTEP_DEVICE void accumulate_gate(
   for (int r = 0; r < 8; ++r) {
     const float scale = 8 * warp + r < length ? decay_scale : 0.0f;
     float f[4];
-    unpack4(f, *reinterpret_cast<const uint2*>(base + kGate + (8 * warp + r) * 256 + lane * 8));
+    unpack4(f, raw_row(base, 0, 8 * warp + r, lane));
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
       const float e = exp2_approx(fmaf(f[c], slope, offset[c]));
@@ -285,40 +274,32 @@ LOCKSTEP_DEVICE bool slot_is_free(const Params& p, int chunk, int head) {
                          load_relaxed(p.consumed + 2 * head + 1) >= needed);
 }
 
-/// One warp beside the group: moves P and M of each item to the record, publishes the record
-/// once everything in it is visible, and holds the group back while the next item's slot is in use.
+/// One warp beside the group: starts the raw rows of each item, moves its P and M to the record,
+/// publishes the record once everything in it is visible, and holds the group back while the next
+/// item's slot is in use.
 LOCKSTEP_DEVICE void publish_items(
     const Params& p, int chunk, int chunks, int step, int head, uint32_t shared, int lane) {
   if (chunk >= chunks) return;
-  if (lane == 0)
-    while (!slot_is_free(p, chunk, head)) __nanosleep(32);
-  __syncwarp();
-  named_barrier_arrive(kGoBarrier, kPublishThreads);
+  load_raw(shared, p, load_chunk_info(p, chunk, 0), head, lane);
   for (; chunk < chunks; chunk += step) {
-    const bool more = chunk + step < chunks;
-    bool go = lane == 0 && more && slot_is_free(p, chunk + step, head);  // usually, and known early
+    if (lane == 0)
+      while (!slot_is_free(p, chunk, head)) __nanosleep(32);
+    __syncwarp();
+    named_barrier(kGoBarrier, kPublishThreads);  // the group has read its rows
+    if (chunk + step < chunks) load_raw(shared, p, load_chunk_info(p, chunk + step, 0), head, lane);
     named_barrier(kWrittenBarrier, kPublishThreads);
     if (lane == 0) {
       unsigned char* const out = record(p, chunk, head);
       bulk_store(out + kTileP, shared + kSolve, kSlab);
       bulk_store(out + kTileM, shared + kScores, kSlab);
       bulk_commit();
-      if (more && !go) go = slot_is_free(p, chunk + step, head);
-      bulk_wait_read();
-    }
-    // The group may go on before the stores have landed, unless that needs this very record first.
-    go = __shfl_sync(0xffffffffu, go, 0);
-    if (go) named_barrier_arrive(kGoBarrier, kPublishThreads);
-    if (lane == 0) {
       bulk_wait_all();
       fence_async_global();
       store_release(p.ready + head * p.ring + chunk % p.ring, chunk + 1);
-      if (more && !go)
-        while (!slot_is_free(p, chunk + step, head)) __nanosleep(32);
     }
     __syncwarp();
-    if (more && !go) named_barrier_arrive(kGoBarrier, kPublishThreads);
   }
+  copy_wait<0>();
 }
 
 /// The group's share of one head: chunks `chunk`, `chunk + step`, ... A chunk waits only for a
@@ -329,18 +310,22 @@ LOCKSTEP_DEVICE void prepare_items(
   if (chunk >= chunks) return;
   const uint32_t shared = smem_address(base);
   float* const beta = reinterpret_cast<float*>(base + kBeta);
-  RawRows raw;
   ChunkInfo info = load_chunk_info(p, chunk, 0);
+  uint32_t parity = 0;
+  uint16_t logit;
+  const auto load_logit = [&](int thread) {
+    logit = thread < info.length
+                ? __ldg(p.beta_logit + (info.first_token + thread) * p.row_heads + head)
+                : uint16_t{0};
+  };
   {
     const GroupThread me;
-    load_rows(raw, p, info, head, me.thread);
-    load_gate(shared, p, info, head, me.warp, me.lane);
+    load_logit(me.thread);
     float* const bias = reinterpret_cast<float*>(base + kBias);
     if (me.thread < kDim) bias[me.thread] = p.dt_bias[head * kDim + me.thread];
     if (me.thread == kDim) bias[kDim] = -expf(p.a_log[head]) * 1.4426950408889634f;
     if (me.warp < 6) store_shared_zero16(shared + kScores + upper_offset(me.warp, me.lane));
   }
-  copy_wait<0>();  // f
   named_barrier(kGroupBarrier, kPrepareThreads);
 
   for (; chunk < chunks; chunk += step) {
@@ -352,15 +337,17 @@ LOCKSTEP_DEVICE void prepare_items(
       if (more) info = load_chunk_info(p, chunk + step, me.lane * p.zero);
       unsigned char* const out = record(p, chunk, head);
       float b[8][4];
+      RawRows raw;
+      barrier_wait(shared + kRawBarrier, parity);
+      parity ^= 1;
       accumulate_gate(b, p.decay_scale, length, base, me.warp, me.lane);
       normalize(raw, base, me.warp, me.lane);
       named_barrier(kGoBarrier, kPublishThreads);
-      if (more) load_gate(shared, p, info, head, me.warp, me.lane);
       if (me.thread < kChunk)
-        beta[me.thread] =
-            me.thread < length
-                ? 1.0f / (1.0f + __expf(-__uint_as_float(uint32_t{raw.beta_logit} << 16)))
-                : 0.0f;
+        beta[me.thread] = me.thread < length
+                              ? 1.0f / (1.0f + __expf(-__uint_as_float(uint32_t{logit} << 16)))
+                              : 0.0f;
+      if (more) load_logit(me.thread);
       find_anchors(base, out, me.thread);
       named_barrier(kGroupBarrier, kPrepareThreads);
       write_operands(raw, b, base, out, me.warp, me.lane);
@@ -391,7 +378,6 @@ LOCKSTEP_DEVICE void prepare_items(
         if (warp < 6) store_pair<false>(kk[1], qk[1], shared, beta, row_block, col_block[1], lane);
       }
       if (warp < 6) store_shared_zero16(shared + kSolve + upper_offset(warp, lane));
-      copy_wait<0>();  // f of the next item
     }
     named_barrier(kGroupBarrier, kPrepareThreads);
     {
@@ -399,7 +385,6 @@ LOCKSTEP_DEVICE void prepare_items(
       if (me.warp < 4) solve_block_column(shared, beta, me.warp, me.lane);
       fence_async_shared();
       named_barrier_arrive(kWrittenBarrier, kPublishThreads);
-      if (more) load_rows(raw, p, info, head, me.thread);
     }
   }
 }
