@@ -17,9 +17,10 @@ using model::KdaBackwardArgs;
 enum Gradient { kQ, kK, kV, kF, kBetaLogit, kALog, kDtBias, kState, kGradients };
 constexpr const char* kNames[kGradients] = {
     "dq", "dk", "dv", "df", "dbeta", "da_log", "ddt_bias", "dstate"};
-/// Relative Frobenius error against float64 that a check may show.
+/// Relative Frobenius error against float64 that a check may show: the worst case (beta 1, gates
+/// near 0) and a third.
 using Bounds = std::array<double, kGradients>;
-constexpr Bounds kBounds = {1.2e-2, 1.2e-2, 1.2e-2, 1.5e-2, 1.2e-2, 2e-2, 2e-2, 1.2e-2};
+constexpr Bounds kBounds = {7e-3, 8.5e-3, 7e-3, 8.5e-3, 1.1e-2, 2.5e-2, 1.2e-2, 7e-3};
 
 struct Extra {
   bool dfinal = true, dinitial = true;
