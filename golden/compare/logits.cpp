@@ -156,7 +156,7 @@ std::vector<PositionBin> error_by_position(const Tensor& got,
       for (int64_t i = t * width; i < (t + 1) * width; ++i) {
         const double a = g64.data_ptr<double>()[i], b = w64.data_ptr<double>()[i];
         if (a == b || (std::isnan(a) && std::isnan(b))) {
-          if (!std::isnan(b)) want2[bin] += b * b;
+          if (std::isfinite(b)) want2[bin] += b * b;
           continue;
         }
         const double error = std::isnan(a) || std::isnan(b) ? kInfinity : std::fabs(a - b);

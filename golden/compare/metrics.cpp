@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <cstring>
 #include <set>
 
 namespace lockstep::golden {
@@ -70,13 +71,16 @@ std::string hex_of(double value, at::ScalarType dtype) {
   return fmt::format("0x{:0{}x}", bits_of(value, dtype), width_of(dtype) / 4);
 }
 
-/// Running sums of one comparison.
+/// Running sums of one comparison. Squares of large or small float64 values leave the range of
+/// float64, so the sums have the wider exponent of long double.
 struct Sums {
-  double error2 = 0.0, want2 = 0.0, got2 = 0.0, dot = 0.0, abs = 0.0;
+  long double error2 = 0.0L, want2 = 0.0L, got2 = 0.0L, dot = 0.0L, abs = 0.0L;
 };
 
-bool over(const Threshold& threshold, double abs, double want, uint64_t ulp) {
+bool over(const Threshold& threshold, bool different, double abs, double want, uint64_t ulp) {
   switch (threshold.metric) {
+    case Threshold::Metric::kBits:
+      return different;
     case Threshold::Metric::kUlp:
       return static_cast<double>(ulp) > threshold.limit;
     case Threshold::Metric::kAbs:
@@ -138,6 +142,12 @@ Comparison compare(const Tensor& got,
   const Pair pair = checked(got, want, name);
   Comparison out;
   out.num_elements = pair.got.numel();
+  out.got_dtype = pair.got_dtype;
+  out.want_dtype = pair.want_dtype;
+  out.same_bytes =
+      pair.got_dtype == pair.want_dtype &&
+      (pair.got.nbytes() == 0 ||
+       std::memcmp(pair.got.const_data_ptr(), pair.want.const_data_ptr(), pair.got.nbytes()) == 0);
   out.ulp_dtype = pair.integers ? at::kLong
                   : mantissa_bits(pair.got_dtype) <= mantissa_bits(pair.want_dtype)
                       ? pair.got_dtype
@@ -178,56 +188,80 @@ Comparison compare(const Tensor& got,
         const double a = gd.data_ptr<double>()[i], b = wd.data_ptr<double>()[i];
         ulp = ulp_distance(a, b, out.ulp_dtype);
         abs = g[i] == w[i] ? 0.0 : std::fabs(g[i] - w[i]);
-        different = bits_of(a, out.ulp_dtype) != bits_of(b, out.ulp_dtype);
+        different = std::bit_cast<uint64_t>(g[i]) != std::bit_cast<uint64_t>(w[i]);
       }
       if (different) ++out.num_different;
       if (!got_nan && !want_nan) {
         ++out.histogram.count[UlpHistogram::bin_of(ulp)];
-        sums.want2 += w[i] * w[i];
-        sums.got2 += g[i] * g[i];
-        sums.dot += g[i] * w[i];
+        const long double gl = g[i], wl = w[i];
+        // An infinity that both sides have would make every error relative to it vanish.
+        if (!(std::isinf(g[i]) && g[i] == w[i])) {
+          sums.want2 += wl * wl;
+          sums.got2 += gl * gl;
+          sums.dot += gl * wl;
+        }
       }
       out.ulp_max = std::max(out.ulp_max, ulp);
       out.max_abs = std::max(out.max_abs, abs);
-      sums.abs += abs;
-      sums.error2 += abs * abs;
+      const long double error = abs;
+      sums.abs += error;
+      sums.error2 += error * error;
       if (abs > 0.0) {
         const double relative = std::isfinite(abs) ? abs / std::fabs(w[i]) : kInfinity;
         out.max_rel = std::max(out.max_rel, relative);
       }
-      if (!out.first && (got_nan || want_nan || over(threshold, abs, w[i], ulp))) {
-        out.first = Divergence{begin + i,
-                               coordinates_of(begin + i, want.sizes()),
-                               g[i],
-                               w[i],
-                               hex_of(g[i], pair.got_dtype),
-                               hex_of(w[i], pair.want_dtype),
-                               ulp};
+      if (!out.first && (got_nan || want_nan || over(threshold, different, abs, w[i], ulp))) {
+        out.first = Divergence{
+            begin + i,
+            coordinates_of(begin + i, want.sizes()),
+            g[i],
+            w[i],
+            hex_of(g[i], pair.got_dtype),
+            hex_of(w[i], pair.want_dtype),
+            ulp,
+            pair.got_dtype == pair.want_dtype ? std::string() : dtype_name(out.ulp_dtype)};
       }
     }
   }
   const int64_t compared = out.num_elements - out.num_nan_equal;
-  if (compared > 0) out.mean_abs = sums.abs / static_cast<double>(compared);
-  if (sums.error2 > 0.0) out.rel_l2 = std::sqrt(sums.error2) / std::sqrt(sums.want2);
-  if (std::isnan(out.rel_l2)) out.rel_l2 = kInfinity;  // infinities on both sides
-  const double norms = std::sqrt(sums.want2) * std::sqrt(sums.got2);
+  if (compared > 0)
+    out.mean_abs = static_cast<double>(sums.abs / static_cast<long double>(compared));
+  if (sums.error2 > 0.0L)
+    out.rel_l2 = static_cast<double>(std::sqrt(sums.error2) / std::sqrt(sums.want2));
+  if (std::isnan(out.rel_l2)) out.rel_l2 = kInfinity;  // an infinity on the want side
+  const long double norms = std::sqrt(sums.want2) * std::sqrt(sums.got2);
   const bool finite = std::isfinite(norms) && out.num_nan_different == 0;
-  if (sums.want2 > 0.0 || sums.got2 > 0.0 || !finite) {
-    out.cosine = finite && norms > 0.0 ? sums.dot / norms : 0.0;
+  if (sums.want2 > 0.0L || sums.got2 > 0.0L || !finite) {
+    out.cosine = finite && norms > 0.0L ? static_cast<double>(sums.dot / norms) : 0.0;
   }
   return out;
 }
 
+std::string Comparison::why_not_bitwise() const {
+  if (bitwise()) return {};
+  const int64_t values = num_different;
+  const std::string count = values == 0
+                                ? std::string("all values equal")
+                                : fmt::format("{} of {} values differ", values, num_elements);
+  if (!same_dtype()) {
+    return fmt::format(
+        "dtypes differ: {} against {}, {}", dtype_name(got_dtype), dtype_name(want_dtype), count);
+  }
+  return values == 0 ? "only the bits of NaNs differ" : count;
+}
+
 std::string describe_divergence(const Divergence& d, std::string_view name) {
   const bool nan = std::isnan(d.got) || std::isnan(d.want);
-  return fmt::format("{}[{}]: got {:.9g} ({}) want {:.9g} ({}), {}",
-                     name,
-                     fmt::join(d.coordinates, ","),
-                     d.got,
-                     d.got_bits,
-                     d.want,
-                     d.want_bits,
-                     nan ? "one is NaN" : fmt::format("{} ulp", d.ulp));
+  return fmt::format(
+      "{}[{}]: got {:.9g} ({}) want {:.9g} ({}), {}",
+      name,
+      fmt::join(d.coordinates, ","),
+      d.got,
+      d.got_bits,
+      d.want,
+      d.want_bits,
+      nan ? "one is NaN"
+          : fmt::format("{} ulp{}{}", d.ulp, d.ulp_dtype.empty() ? "" : " of ", d.ulp_dtype));
 }
 
 const std::vector<std::string>& metric_names() {

@@ -32,8 +32,9 @@ struct UlpHistogram {
 
 /// Where an element counts as diverged.
 struct Threshold {
-  enum class Metric : uint8_t { kUlp, kAbs, kRel } metric = Metric::kUlp;
-  double limit = 0.0;  ///< diverged: distance > limit; kRel: |got - want| > limit * |want|
+  enum class Metric : uint8_t { kBits, kUlp, kAbs, kRel } metric = Metric::kBits;
+  /// diverged: distance > limit; kRel: |got - want| > limit * |want|; kBits: any other bits
+  double limit = 0.0;
 };
 
 struct Divergence {
@@ -42,32 +43,40 @@ struct Divergence {
   double got = 0.0, want = 0.0;
   std::string got_bits, want_bits;  ///< "0x3f800010", each in its tensor's own dtype
   uint64_t ulp = 0;                 ///< in the coarser dtype
+  std::string ulp_dtype;            ///< "float16" where the dtypes differ, else empty
 };
 
-/// A NaN in the same place on both sides is equal and takes part in nothing else; a NaN on one side
-/// makes max_abs, mean_abs, rel_l2 and max_rel infinite, cosine 0, ulp_max its largest value, and
-/// is a divergence.
+/// Values are compared in float64, whatever the dtypes. A NaN in the same place on both sides, or
+/// the same infinity, is equal and takes part in nothing else; a NaN on one side makes max_abs,
+/// mean_abs, rel_l2 and max_rel infinite, cosine 0, ulp_max its largest value, and is a divergence.
 struct Comparison {
   int64_t num_elements = 0;
-  int64_t num_different =
-      0;  ///< elements whose bits differ (after conversion to the coarser dtype)
+  int64_t num_different = 0;  ///< elements whose values differ in float64; -0 differs from 0
   int64_t num_nan_equal = 0, num_nan_different = 0;
   double max_abs = 0.0, mean_abs = 0.0;
   double rel_l2 = 0.0;   ///< |got - want| / |want|; infinite where only want is zero
   double max_rel = 0.0;  ///< largest |got - want| / |want| of an element, likewise
-  double cosine = 1.0;   ///< 1 for two zero or empty tensors, 0 when one of them is zero
+  double cosine = 1.0;   ///< 1 for two zero or empty tensors, 0 when one is zero or one infinite
+  at::ScalarType got_dtype = at::kDouble, want_dtype = at::kDouble;
   at::ScalarType ulp_dtype = at::kDouble;  ///< the coarser of the two
+  bool same_bytes = true;                  ///< of one dtype, and every bit equal, also of NaNs
   uint64_t ulp_max = 0;
   UlpHistogram histogram;
   std::optional<Divergence> first;  ///< first element over the threshold
 
-  [[nodiscard]] bool bitwise() const { return num_different == 0 && num_nan_different == 0; }
+  [[nodiscard]] bool same_dtype() const { return got_dtype == want_dtype; }
+  /// All values equal, in whatever dtypes.
+  [[nodiscard]] bool same_values() const { return num_different == 0 && num_nan_different == 0; }
+  [[nodiscard]] bool bitwise() const { return same_dtype() && same_bytes; }
+  /// What keeps the bits from being equal, for people: "dtypes differ: float16 against float64,
+  /// all values equal"; empty when they are.
+  [[nodiscard]] std::string why_not_bitwise() const;
 };
 
 /// got and want: same shape, both floating (any of float64, float32, bfloat16, float16, mixed) or
-/// both integer or bool (compared exactly; ulp is the difference). ULPs are counted in the coarser
-/// dtype: float64 against bfloat16 first rounds the float64 side. Throws kShape naming `name` and
-/// both tensors otherwise. Cost: one pass, converted in pieces.
+/// both integer or bool (compared exactly; ulp is the difference). Only ULPs are counted in the
+/// coarser dtype: float64 against bfloat16 first rounds the float64 side. Throws kShape naming
+/// `name` and both tensors otherwise. Cost: one pass, converted in pieces.
 Comparison compare(const Tensor& got,
                    const Tensor& want,
                    std::string_view name,

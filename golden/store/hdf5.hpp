@@ -13,6 +13,9 @@
 
 namespace lockstep::golden {
 
+/// Version of the library: "1.10.8".
+std::string hdf5_version();
+
 /// Reads one file. Groups nest with '/', and a leading '/' is optional everywhere.
 class Hdf5Reader {
  public:

@@ -1,5 +1,10 @@
 #include "golden/store/hdf5_handle.hpp"
 
+#include <cerrno>
+#include <cstring>
+
+#include "golden/store/hdf5.hpp"
+
 namespace lockstep::golden {
 namespace {
 
@@ -30,7 +35,21 @@ std::string hdf5_reason() {
   std::string text;
   H5Ewalk2(H5E_DEFAULT, H5E_WALK_UPWARD, innermost, &text);
   H5Eclear2(H5E_DEFAULT);
+  // Of what a failed system call leaves (time, file, descriptor, sizes) only its cause is told.
+  constexpr std::string_view kMark = "error message = '";
+  const size_t mark = text.find(kMark);
+  if (mark == std::string::npos) return text;
+  const size_t begin = mark + kMark.size();
+  text = text.substr(begin, text.find('\'', begin) - begin);
+  if (text == std::strerror(ENOSPC)) text += "; free space on that disk or write elsewhere";
   return text;
+}
+
+std::string hdf5_version() {
+  unsigned major = 0, minor = 0, release = 0;
+  return H5get_libversion(&major, &minor, &release) < 0
+             ? std::string()
+             : fmt::format("{}.{}.{}", major, minor, release);
 }
 
 Handle memory_type(at::ScalarType dtype, std::string_view what) {

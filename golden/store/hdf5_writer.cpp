@@ -27,7 +27,7 @@ struct Hdf5Writer::Impl {
                               properties,
                               H5P_DEFAULT),
                    H5Dclose);
-    check(d.valid(), name, "cannot be created (written twice, or the disk is full?)");
+    check(d.valid(), name, "cannot be created");
     check(data == nullptr || H5Dwrite(d.get(), type, H5S_ALL, H5S_ALL, H5P_DEFAULT, data) >= 0,
           name,
           "cannot be written");
@@ -145,7 +145,7 @@ void Hdf5Writer::attribute(std::string_view object, std::string_view name, doubl
 void Hdf5Writer::commit() {
   LOCKSTEP_CHECK(impl_ != nullptr, kInternal, "writing {}: already committed", path_.string());
   const bool flushed = H5Fflush(impl_->file.get(), H5F_SCOPE_GLOBAL) >= 0;
-  impl_->check(flushed, "", "cannot be flushed (is the disk full?)");
+  impl_->check(flushed, "", "cannot be flushed");
   impl_.reset();
   std::error_code error;
   std::filesystem::rename(part_, path_, error);

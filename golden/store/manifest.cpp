@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <fstream>
 #include <nlohmann/json.hpp>
+#include <set>
 
 #include "golden/store/sha256.hpp"
 #include "model/base/error.hpp"
@@ -61,6 +62,22 @@ std::vector<ManifestFile> read_checkpoint_files(const nlohmann::json& entry) {
   return files;
 }
 
+/// Of two equal keys the library would keep one without a word.
+nlohmann::json parse(std::istream& in, const std::filesystem::path& path) {
+  using Event = nlohmann::json::parse_event_t;
+  std::vector<std::set<std::string>> keys;
+  return nlohmann::json::parse(in, [&](int, Event event, nlohmann::json& value) {
+    if (event == Event::object_start) keys.emplace_back();
+    if (event == Event::object_end) keys.pop_back();
+    LOCKSTEP_CHECK(event != Event::key || keys.back().insert(value.get<std::string>()).second,
+                   kGolden,
+                   "golden store {}: damaged: '{}' is there twice; remove one",
+                   path.string(),
+                   value.get<std::string>());
+    return true;
+  });
+}
+
 }  // namespace
 
 std::vector<ManifestEntry> read_manifest(const std::filesystem::path& dir) {
@@ -74,7 +91,7 @@ std::vector<ManifestEntry> read_manifest(const std::filesystem::path& dir) {
   std::vector<ManifestEntry> entries;
   int64_t version = 0;
   try {
-    const auto json = nlohmann::json::parse(in);
+    const auto json = parse(in, path);
     version = json.at("format_version").get<int64_t>();
     for (const auto& [name, e] : json.at("cases").items()) {
       entries.push_back({name,

@@ -93,7 +93,8 @@ TEST(Compare, CountsUlpsInTheCoarserDtype) {
   auto c = compare(f64({1.0 + 0.4 * step}), f32({1.0}), "t");
   EXPECT_EQ(c.ulp_dtype, at::kFloat);
   EXPECT_EQ(c.ulp_max, 0u);
-  EXPECT_TRUE(c.bitwise());
+  EXPECT_EQ(c.num_different, 1);
+  EXPECT_FALSE(c.bitwise());
   EXPECT_NEAR(c.max_abs, 0.4 * step, 1e-15);  // but the error is measured unrounded
   c = compare(f32({1.0}), f64({1.0 + 1.6 * step}), "t");
   EXPECT_EQ(c.ulp_max, 2u);
@@ -105,6 +106,51 @@ TEST(Compare, CountsUlpsInTheCoarserDtype) {
   EXPECT_EQ(c.ulp_max, 0u);
   EXPECT_EQ(c.num_different, 1);
   EXPECT_EQ(c.histogram.count[0], 1);
+}
+
+TEST(Compare, BitsAreEqualOnlyWhereDtypesAre) {
+  const Tensor wide = random("a", {3, 5}), half = wide.to(at::kHalf);
+  auto c = compare(half, wide, "t");
+  EXPECT_EQ(c.ulp_max, 0u);  // one is the rounding of the other
+  EXPECT_GT(c.num_different, 0);
+  EXPECT_FALSE(c.bitwise());
+  ASSERT_TRUE(c.first.has_value());
+  EXPECT_NE(describe_divergence(*c.first, "t").find("0 ulp of float16"), std::string::npos);
+  EXPECT_NE(c.why_not_bitwise().find("float16 against float64"), std::string::npos);
+  c = compare(half.to(at::kDouble), half, "t");
+  EXPECT_EQ(c.num_different, 0);
+  EXPECT_EQ(c.max_abs, 0.0);
+  EXPECT_FALSE(c.first.has_value());
+  EXPECT_FALSE(c.bitwise());
+  EXPECT_EQ(c.why_not_bitwise(), "dtypes differ: float64 against float16, all values equal");
+  // Integers as well, and the bits of a NaN.
+  EXPECT_FALSE(compare(at::tensor({1, 2}, at::kInt), at::tensor({1, 2}, at::kLong), "i").bitwise());
+  c = compare(f64({kNan, 1.0}), f64({-kNan, 1.0}), "t");
+  EXPECT_EQ(c.num_different, 0);
+  EXPECT_EQ(c.why_not_bitwise(), "only the bits of NaNs differ");
+  c = compare(f32({-0.0}), f32({0.0}), "t");
+  EXPECT_FALSE(c.bitwise());
+  EXPECT_TRUE(c.first.has_value());
+}
+
+TEST(Compare, InfinitiesOfBothSidesDoNotHideAnError) {
+  auto c = compare(f64({kInf, 1.0, 2.0}), f64({kInf, 1.0, 2.0}), "t");
+  EXPECT_NEAR(c.cosine, 1.0, 1e-15);
+  c = compare(f64({kInf, 1.0, 2.0}), f64({kInf, 1.0, 1.0}), "t");
+  EXPECT_NEAR(c.rel_l2, 1.0 / std::sqrt(2.0), 1e-15);
+  EXPECT_NEAR(c.cosine, 3.0 / std::sqrt(10.0), 1e-15);
+  EXPECT_EQ(compare(f64({kInf, 1.0}), f64({-kInf, 1.0}), "t").cosine, 0.0);
+  const auto bins = error_by_position(
+      f64({kInf, 2.0}).reshape({1, 2}), f64({kInf, 1.0}).reshape({1, 2}), {0, 1}, "t");
+  EXPECT_EQ(bins[0].rel_l2, 1.0);
+}
+
+TEST(Compare, SquaresThatLeaveTheRangeOfFloat64StillCount) {
+  for (const double scale : {1e200, 1e-200}) {
+    const auto c = compare(f64({3.0 * scale, 4.0 * scale}), f64({3.0 * scale, 5.0 * scale}), "t");
+    EXPECT_NEAR(c.rel_l2, 1.0 / std::sqrt(34.0), 1e-15) << scale;
+    EXPECT_NEAR(c.cosine, 29.0 / (5.0 * std::sqrt(34.0)), 1e-15) << scale;
+  }
 }
 
 TEST(Compare, NanInTheSamePlaceIsEqualAndElsewhereADivergence) {
@@ -201,7 +247,8 @@ TEST(Compare, IntegersAreComparedExactly) {
       compare(at::tensor({big + 1, 3L}, at::kLong), at::tensor({big, 3L}, at::kLong), "i");
   EXPECT_EQ(c.ulp_max, 1u);
   EXPECT_EQ(c.num_different, 1);
-  EXPECT_TRUE(compare(at::tensor({1, 2}, at::kInt), at::tensor({1, 2}, at::kLong), "i").bitwise());
+  EXPECT_EQ(compare(at::tensor({1, 2}, at::kInt), at::tensor({1, 2}, at::kLong), "i").num_different,
+            0);
 }
 
 TEST(Compare, SelectionsAreComparedAsSets) {

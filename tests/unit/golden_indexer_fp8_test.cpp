@@ -54,8 +54,8 @@ TEST_F(GoldenIndexerFp8, PooledKeysAreTheSameBfloat16Values) {
        {model::pool_keys(k_, gate_, ape_, cu_seqlens_, kpool_, num_),
         model::pool_keys_reference(k_, gate_, ape_, cu_seqlens_, kpool_, num_)}) {
     const auto c = compare(pooled, file_.read("pooled"), "pooled");
-    EXPECT_TRUE(c.bitwise()) << c.num_different << " of " << c.num_elements << " differ; "
-                             << (c.first ? describe_divergence(*c.first, "pooled") : "");
+    EXPECT_TRUE(c.same_values()) << c.num_different << " of " << c.num_elements << " differ; "
+                                 << (c.first ? describe_divergence(*c.first, "pooled") : "");
   }
 }
 
@@ -63,18 +63,18 @@ TEST_F(GoldenIndexerFp8, RotationBytesAndScalesAreTheSame) {
   const Tensor pooled = file_.read("pooled").to(at::kBFloat16);
   const auto mode = model::fp8_scale_mode(num_);
   const Tensor rotated = model::hadamard(pooled);
-  EXPECT_TRUE(compare(rotated, file_.read("rotated"), "rotated").bitwise());
+  EXPECT_TRUE(compare(rotated, file_.read("rotated"), "rotated").same_values());
   const auto k = model::quantise_rows(rotated, mode);
-  EXPECT_TRUE(compare(k.bytes, file_.read("k_bytes"), "k_bytes").bitwise());
-  EXPECT_TRUE(compare(k.scale, file_.read("k_scale"), "k_scale").bitwise());
+  EXPECT_TRUE(compare(k.bytes, file_.read("k_bytes"), "k_bytes").same_values());
+  EXPECT_TRUE(compare(k.scale, file_.read("k_scale"), "k_scale").same_values());
 
   const auto q = model::quantise_rows(model::hadamard(q_), mode);
-  EXPECT_TRUE(compare(q.scale, file_.read("q_scale"), "q_scale").bitwise());
+  EXPECT_TRUE(compare(q.scale, file_.read("q_scale"), "q_scale").same_values());
   const Tensor place = at::arange(1, dim_ + 1, at::kLong);
   const Tensor checksum = (q.bytes.to(at::kLong) * place).sum(-1);
-  EXPECT_TRUE(compare(checksum, file_.read("q_checksum"), "q_checksum").bitwise());
+  EXPECT_TRUE(compare(checksum, file_.read("q_checksum"), "q_checksum").same_values());
   const Tensor sampled = q.bytes.index_select(0, file_.read("q_sampled_tokens"));
-  EXPECT_TRUE(compare(sampled, file_.read("q_sampled_bytes"), "q_sampled_bytes").bitwise());
+  EXPECT_TRUE(compare(sampled, file_.read("q_sampled_bytes"), "q_sampled_bytes").same_values());
 }
 
 TEST_F(GoldenIndexerFp8, TheSameKeysAreSelected) {
@@ -86,7 +86,7 @@ TEST_F(GoldenIndexerFp8, TheSameKeysAreSelected) {
        {model::select_keys(q_, head_weight_, pooled, packing, params, num_),
         model::select_keys_reference(q_, head_weight_, pooled, packing, params, num_)}) {
     const auto c = compare(got, want, "selection");
-    EXPECT_TRUE(c.bitwise()) << compare_sets(got, want, "selection").first;
+    EXPECT_TRUE(c.same_values()) << compare_sets(got, want, "selection").first;
   }
 }
 

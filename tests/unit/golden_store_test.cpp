@@ -1,7 +1,9 @@
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <cmath>
+#include <csignal>
 #include <filesystem>
 #include <fstream>
 #include <functional>
@@ -180,6 +182,38 @@ TEST(Hdf5, NothingIsLeftWithoutCommit) {
   writer.commit();
   EXPECT_TRUE(fs::exists(folder.path() / "x.h5"));
   EXPECT_THROW(writer.commit(), Error);
+}
+
+TEST(Hdf5, AFileThatOutgrowsItsLimitIsToldInWordsOfTheSystem) {
+  const Folder folder;
+  rlimit before{};
+  getrlimit(RLIMIT_FSIZE, &before);
+  const auto handler = std::signal(SIGXFSZ, SIG_IGN);
+  rlimit small = before;
+  small.rlim_cur = 64 * 1024;
+  setrlimit(RLIMIT_FSIZE, &small);
+  const auto [kind, text] = error_of([&] {
+    Hdf5Writer file(folder.path() / "x.h5");
+    file.write("values", at::ones({100000}, at::kDouble));
+    file.commit();
+  });
+  setrlimit(RLIMIT_FSIZE, &before);
+  std::signal(SIGXFSZ, handler);
+  EXPECT_EQ(exit_code(kind), 2);
+  EXPECT_NE(text.find("File too large"), std::string::npos) << text;
+  for (const char* raw : {"errno", "time =", "file descriptor"}) {
+    EXPECT_EQ(text.find(raw), std::string::npos) << text;
+  }
+  EXPECT_TRUE(fs::is_empty(folder.path()));
+}
+
+TEST(GoldenStore, AManifestThatNamesACaseTwiceIsDamaged) {
+  const Folder folder;
+  std::ofstream(folder.path() / "MANIFEST.json")
+      << R"({"format_version": 1, "cases": {"a": {}, "a": {}}})";
+  const auto [kind, text] = error_of([&] { read_manifest(folder.path()); });
+  EXPECT_EQ(exit_code(kind), 4);
+  EXPECT_NE(text.find("'a' is there twice"), std::string::npos) << text;
 }
 
 TEST(GoldenStore, EveryCommittedFileMatchesItsManifestAndItsWeightsRemake) {
