@@ -3,92 +3,19 @@
 #include <mpi.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cstdlib>
-#include <thread>
 #include <utility>
+
+#include "parallel/comm/board.hpp"
+#include "parallel/comm/wait.hpp"
 
 namespace lockstep::parallel {
 
-struct GroupImpl {
-  MPI_Comm comm = MPI_COMM_NULL;  // MPI_COMM_NULL: a group of one without MPI
-  bool owned = false;
-  int rank = 0, size = 1;
-  std::string name = "single";
-
-  GroupImpl() = default;
-  GroupImpl(const GroupImpl&) = delete;
-  GroupImpl& operator=(const GroupImpl&) = delete;
-  ~GroupImpl() {
-    int finalized = 0;
-    if (owned && comm != MPI_COMM_NULL && MPI_Finalized(&finalized) == MPI_SUCCESS &&
-        finalized == 0)
-      MPI_Comm_free(&comm);
-  }
-};
-
 namespace {
 
-int64_t g_timeout_ms = 300000;
 constexpr int64_t kChunkElements = int64_t{1}
                                    << 26;  // keeps every MPI count and displacement far below 2^31
 constexpr int64_t kChunkBytes = int64_t{1} << 30;
-
-std::string where(const GroupImpl& g, std::string_view what) {
-  return fmt::format("group {} rank {} of {}: {}", g.name, g.rank, g.size, what);
-}
-
-void check(int code, const GroupImpl& g, std::string_view what, std::string_view call) {
-  if (code == MPI_SUCCESS) return;
-  char text[MPI_MAX_ERROR_STRING];
-  int length = 0;
-  MPI_Error_string(code, text, &length);
-  fail(ErrorKind::kComm,
-       "{}: {} failed: {}",
-       where(g, what),
-       call,
-       std::string_view(text, static_cast<size_t>(length)));
-}
-
-/// A request given up on must not write into a buffer that its caller frees. Collectives cannot be
-/// cancelled; their caller ends the process.
-void abandon(MPI_Request& request) {
-  int done = 0;
-  if (MPI_Cancel(&request) == MPI_SUCCESS) MPI_Test(&request, &done, MPI_STATUS_IGNORE);
-}
-
-/// Polls until the request ends. Ranks often share cores in tests, so after a short spin the thread
-/// yields them.
-void wait(MPI_Request& request,
-          const GroupImpl& g,
-          std::string_view what,
-          std::string_view call,
-          std::string_view peer) {
-  const auto start = std::chrono::steady_clock::now();
-  for (int64_t polls = 0;; ++polls) {
-    int done = 0;
-    check(MPI_Test(&request, &done, MPI_STATUS_IGNORE), g, what, call);
-    if (done != 0) return;
-    if (polls < 2000) {
-      if (polls > 20) std::this_thread::yield();
-      continue;
-    }
-    const auto waited = std::chrono::duration_cast<std::chrono::milliseconds>(
-                            std::chrono::steady_clock::now() - start)
-                            .count();
-    if (waited >= g_timeout_ms) {
-      abandon(request);
-      fail(ErrorKind::kComm,
-           "{}: {} got no answer from {} in {} ms. Look at that rank's log; raise the deadline if "
-           "it is only slow",
-           where(g, what),
-           call,
-           peer,
-           waited);
-    }
-    std::this_thread::sleep_for(std::chrono::microseconds(std::min<int64_t>(20 + waited, 1000)));
-  }
-}
 
 void check_tensor(const Tensor& tensor, const GroupImpl& g, std::string_view what) {
   LOCKSTEP_CHECK(tensor.defined() && tensor.is_contiguous() && tensor.device().is_cpu(),
@@ -169,16 +96,10 @@ void exchange(const GroupImpl& g,
         g,
         what,
         "all-to-all");
-  wait(request, g, what, "all-to-all", "at least one peer");
+  wait(request, g, what, "all-to-all");
 }
 
 }  // namespace
-
-void set_comm_timeout_ms(int64_t ms) {
-  LOCKSTEP_CHECK(ms > 0, kConfig, "comm timeout of {} ms must be above 0", ms);
-  g_timeout_ms = ms;
-}
-int64_t comm_timeout_ms() { return g_timeout_ms; }
 
 Group Group::single() { return Group(std::make_shared<GroupImpl>()); }
 
@@ -190,6 +111,8 @@ Group Group::split(int64_t color, int64_t key, std::string name) const {
   auto part = std::make_shared<GroupImpl>();
   part->name = std::move(name);
   if (impl_->comm == MPI_COMM_NULL) return Group(std::move(part));
+  // A split itself has no deadline; a rank that is missing shows here.
+  barrier(fmt::format("split into {}", part->name));
   check(MPI_Comm_split(impl_->comm,
                        color < 0 ? MPI_UNDEFINED : static_cast<int>(color),
                        static_cast<int>(key),
@@ -244,8 +167,7 @@ Pending::~Pending() = default;
 Tensor Pending::wait() {
   const std::unique_ptr<Impl> done = std::move(impl_);
   if (done->request != MPI_REQUEST_NULL)
-    lockstep::parallel::wait(
-        done->request, *done->group, done->what, "all-gather", "at least one peer");
+    lockstep::parallel::wait(done->request, *done->group, done->what, "all-gather");
   return done->all;
 }
 
@@ -368,7 +290,7 @@ void Group::send(const Tensor& tensor, int64_t to, int tag, std::string_view wha
           g,
           what,
           "send");
-    wait(request, g, what, "send", fmt::format("rank {}", to));
+    wait(request, g, what, "send", static_cast<int>(to));
   }
 }
 
@@ -389,7 +311,7 @@ void Group::recv(Tensor& tensor, int64_t from, int tag, std::string_view what) c
           g,
           what,
           "receive");
-    wait(request, g, what, "receive", fmt::format("rank {}", from));
+    wait(request, g, what, "receive", static_cast<int>(from));
   }
 }
 
@@ -410,7 +332,7 @@ void Group::broadcast(Tensor& tensor, int64_t root, std::string_view what) const
           g,
           what,
           "broadcast");
-    wait(request, g, what, "broadcast", fmt::format("rank {}", root));
+    wait(request, g, what, "broadcast");
   }
 }
 
@@ -419,7 +341,7 @@ void Group::barrier(std::string_view what) const {
   if (g.size == 1) return;
   MPI_Request request = MPI_REQUEST_NULL;
   check(MPI_Ibarrier(g.comm, &request), g, what, "barrier");
-  wait(request, g, what, "barrier", "at least one peer");
+  wait(request, g, what, "barrier");
 }
 
 Session Session::start(int* argc, char*** argv) {
@@ -438,10 +360,19 @@ Session Session::start(int* argc, char*** argv) {
   MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
   MPI_Comm_rank(MPI_COMM_WORLD, &world->rank);
   MPI_Comm_size(MPI_COMM_WORLD, &world->size);
+  if (world->size > 1) board::open();
   return Session(true, Group(std::move(world)));
 }
 
+bool Session::claim_report() noexcept { return board::claim_report(); }
+void Session::mark_left() noexcept { board::mark_left(); }
+size_t Session::last_words(char* text, size_t size) noexcept {
+  return board::last_words(text, size);
+}
+
 void Session::abort(int exit_code) noexcept {
+  board::claim_report();  // the others end without a word
+  board::mark_left();
   if (under_mpi_) MPI_Abort(MPI_COMM_WORLD, exit_code);
 }
 
@@ -450,7 +381,10 @@ Session::Session(Session&& other) noexcept
 
 Session::~Session() {
   int finalized = 0;
-  if (under_mpi_ && MPI_Finalized(&finalized) == MPI_SUCCESS && finalized == 0) MPI_Finalize();
+  if (under_mpi_ && MPI_Finalized(&finalized) == MPI_SUCCESS && finalized == 0) {
+    board::close();
+    MPI_Finalize();
+  }
 }
 
 }  // namespace lockstep::parallel

@@ -88,6 +88,19 @@ class Group {
 void set_comm_timeout_ms(int64_t ms);
 int64_t comm_timeout_ms();
 
+/// While it lives, waits go on for as long as the awaited ranks of this machine run, since one of
+/// them may be computing alone; a rank that stays stopped or gone for the deadline still ends them.
+class PatientWaits {
+ public:
+  PatientWaits();
+  PatientWaits(const PatientWaits&) = delete;
+  PatientWaits& operator=(const PatientWaits&) = delete;
+  ~PatientWaits();
+
+ private:
+  bool before_;
+};
+
 /// MPI of this process. start() initialises MPI when the process was started by mpirun or a Slurm
 /// MPI launcher (environment tells), else the world is a group of one and MPI is never touched. The
 /// destructor finalises unless an error was reported.
@@ -96,6 +109,14 @@ class Session {
   static Session start(int* argc, char*** argv);
   [[nodiscard]] const Group& world() const { return world_; }
   [[nodiscard]] bool under_mpi() const { return under_mpi_; }
+  /// True for the first rank of this machine that asks: it reports a failure for all. This and the
+  /// next two may be called by signal handlers.
+  static bool claim_report() noexcept;
+  /// This rank ends on purpose; others need not report it as gone.
+  static void mark_left() noexcept;
+  /// Where this rank is and which ranks of this machine are gone. Returns the length, without a
+  /// zero byte.
+  static size_t last_words(char* text, size_t size) noexcept;
   /// Ends all ranks of the job with this exit code. Does not return when MPI runs.
   void abort(int exit_code) noexcept;
   Session(Session&& other) noexcept;
