@@ -154,7 +154,8 @@ std::string scenarios(const Report& report) {
       order.size() == 1 || (order.size() <= kOpenScenarios && num_comparisons <= kOpenComparisons);
   std::string out =
       R"(<section aria-labelledby="scenarios"><h2 id="scenarios">Scenarios and comparisons</h2>)";
-  if (num_comparisons > 0) {
+  const Counts counts = harness::count_comparisons(report);
+  if (counts.pass + counts.fail + counts.expected > 0) {  // something has a limit
     out +=
         R"(<p class="key">Bars show value / limit on a log scale from 10⁻⁴ to 10², )"
         R"(with the limit at <i></i>and the noise floor at <i class="noise"></i>. Hatched: no place on that scale.</p>)";
@@ -162,7 +163,7 @@ std::string scenarios(const Report& report) {
   if (num_comparisons > 8) {
     out +=
         R"(<div class="tools" id="tools" hidden><input type="search" placeholder="Filter" aria-label="Filter scenarios and comparisons">)";
-    const Counts c = harness::count_comparisons(report);
+    const Counts& c = counts;
     const auto button = [&](Status status, int64_t count) {
       if (count == 0 || count == c.total()) return;
       out += fmt::format(

@@ -165,7 +165,13 @@ std::string inner_summary(const Comparison& c) {
   return out;
 }
 
-std::string more_row(const Comparison& c, TableUse use) {
+/// Columns that some row of a table fills; the others would only take its width.
+struct Columns {
+  bool limit = false, floor = false, rank = false;
+  [[nodiscard]] int count() const { return 4 + (limit ? 2 : 0) + (floor ? 1 : 0) + (rank ? 1 : 0); }
+};
+
+std::string more_row(const Comparison& c, TableUse use, const Columns& columns) {
   std::string inner;
   const bool has_story =
       c.status == Status::kFail || c.status == Status::kError || c.status == Status::kSkipped;
@@ -190,12 +196,13 @@ std::string more_row(const Comparison& c, TableUse use) {
   }
   if (inner.empty()) return "";
   return fmt::format(
-      R"(<tr class="more {}"><td class="k-status"></td><td colspan="7">{}</td></tr>)",
+      R"(<tr class="more {}"><td class="k-status"></td><td colspan="{}">{}</td></tr>)",
       name(c.status),
+      columns.count() - 1,
       inner);
 }
 
-std::string comparison_row(const Row& row, TableUse use) {
+std::string comparison_row(const Row& row, TableUse use, const Columns& columns) {
   const Comparison& c = *row.comparison;
   const harness::ScenarioResult& s = *row.scenario;
   // A failure that was asked for is neither good nor bad.
@@ -230,7 +237,7 @@ std::string comparison_row(const Row& row, TableUse use) {
       has_value ? ratio_bar(c) : "",
       c.noise_floor ? format_number(*c.noise_floor) : "",
       c.rank ? fmt::format("{}", *c.rank) : "",
-      more_row(c, use));
+      more_row(c, use, columns));
 }
 
 }  // namespace
@@ -264,8 +271,14 @@ std::string ratio_bar(const Comparison& c) {
 }
 
 std::string comparison_table(const std::vector<Row>& rows, TableUse use, std::string_view caption) {
+  Columns columns;
+  for (const Row& row : rows) {
+    columns.limit = columns.limit || row.comparison->limit.has_value();
+    columns.floor = columns.floor || row.comparison->noise_floor.has_value();
+    columns.rank = columns.rank || row.comparison->rank.has_value();
+  }
   std::string out = fmt::format(
-      R"(<table class="compare sortable"><caption class="visually-hidden">{}</caption><thead><tr>)"
+      R"(<table class="compare sortable{}{}{}"><caption class="visually-hidden">{}</caption><thead><tr>)"
       R"(<th scope="col" class="k-status" data-sort="text">Status</th>)"
       R"(<th scope="col" class="k-what" data-sort="text">What</th>)"
       R"(<th scope="col" class="k-sides" data-sort="text">{}</th>)"
@@ -276,9 +289,12 @@ std::string comparison_table(const std::vector<Row>& rows, TableUse use, std::st
       R"(<span style="left:66.7%">1</span><span style="left:100%">10²</span></span></th>)"
       R"(<th scope="col" class="k-floor n">Noise floor</th>)"
       R"(<th scope="col" class="k-rank n">Rank</th></tr></thead><tbody>)",
+      columns.limit ? "" : " no-limit",
+      columns.floor ? "" : " no-floor",
+      columns.rank ? "" : " no-rank",
       escape(caption),
       use == TableUse::kOverview ? "Scenario and sides" : "Sides");
-  for (const Row& row : rows) out += comparison_row(row, use) + "\n";
+  for (const Row& row : rows) out += comparison_row(row, use, columns) + "\n";
   return out + "</tbody></table>\n";
 }
 

@@ -53,10 +53,13 @@ std::string measures_of(const RunRecord& r) {
 
 std::string runs_table(const Report& report) {
   std::string rows;
+  int64_t num_rows = 0, num_wrong = 0;
   for (const ScenarioResult& s : report.scenarios) {
     // A wrong run gets no speed: it did not do the work that the number would be about.
     const bool is_right = s.status == Status::kPass || s.status == Status::kRecorded;
     for (const RunRecord& r : s.runs) {
+      ++num_rows;
+      num_wrong += r.status == Status::kFail || r.status == Status::kError ? 1 : 0;
       const bool has_speed = is_right && r.status == Status::kPass && r.seconds > 0 && r.tokens > 0;
       std::string status = mark(r.status);
       if (!r.reason.empty())
@@ -84,13 +87,24 @@ std::string runs_table(const Report& report) {
     }
   }
   if (rows.empty()) return "";
-  return R"(<div class="card scroll"><table><caption class="visually-hidden">Runs</caption><thead><tr>)"
-         R"(<th scope="col">Run</th><th scope="col">Engine</th><th scope="col">Policy and switches</th>)"
-         R"(<th scope="col">Topology</th><th scope="col">Device</th><th scope="col">Weights</th>)"
-         R"(<th scope="col">Measured</th><th scope="col" class="n">Tokens</th><th scope="col" class="n">Time</th>)"
-         R"(<th scope="col" class="n">Tokens / s</th><th scope="col" class="n">Peak memory</th>)"
-         R"(<th scope="col">Status</th></tr></thead><tbody>)" +
-         rows + "</tbody></table></div>\n";
+  const std::string table =
+      R"(<div class="card scroll"><table><caption class="visually-hidden">Runs</caption><thead><tr>)"
+      R"(<th scope="col">Run</th><th scope="col">Engine</th><th scope="col">Policy and switches</th>)"
+      R"(<th scope="col">Topology</th><th scope="col">Device</th><th scope="col">Weights</th>)"
+      R"(<th scope="col">Measured</th><th scope="col" class="n">Tokens</th><th scope="col" class="n">Time</th>)"
+      R"(<th scope="col" class="n">Tokens / s</th><th scope="col" class="n">Peak memory</th>)"
+      R"(<th scope="col">Status</th></tr></thead><tbody>)" +
+      rows + "</tbody></table></div>\n";
+  // A sweep has dozens; they are looked up, not read.
+  constexpr int64_t kOpenRows = 12;
+  if (num_rows <= kOpenRows) return table;
+  return fmt::format(
+      R"(<details class="fold"{}><summary>{} runs{}</summary>{}</details>)"
+      "\n",
+      num_wrong > 0 ? " open" : "",
+      format_count(num_rows),
+      num_wrong > 0 ? fmt::format(", {} of them wrong", format_count(num_wrong)) : "",
+      table);
 }
 
 std::string environment_list(const Report& report) {

@@ -85,6 +85,7 @@ details>summary::before{content:"";display:inline-block;width:0;height:0;border:
 details[open]>summary::before{transform:rotate(90deg)}
 summary:focus-visible,a:focus-visible,button:focus-visible,input:focus-visible{outline:2px solid var(--c0);outline-offset:2px}
 .more details>summary{color:var(--soft);font-size:12px}
+.fold>summary{padding:2px 0 8px;color:var(--soft)}
 .inner{margin:6px 0 8px;padding-left:12px;border-left:2px solid var(--line)}
 .inner table{width:auto;min-width:min(100%,560px);font-size:12px}
 .inner th,.inner td{padding:2.5px 14px 2.5px 0}
@@ -105,6 +106,7 @@ summary:focus-visible,a:focus-visible,button:focus-visible,input:focus-visible{o
 .tell{margin:8px 0;padding:7px 12px;background:var(--tone-bg);border-left:3px solid var(--tone);overflow-wrap:anywhere}
 .compare{table-layout:fixed}
 .compare .inner table{table-layout:auto}
+.no-limit>*>tr>.k-limit,.no-limit>*>tr>.k-ratio,.no-floor>*>tr>.k-floor,.no-rank>*>tr>.k-rank{display:none!important}
 .compare .k-status{width:98px}.compare .k-sides{width:23%}.compare .k-value{width:104px}.compare .k-limit{width:92px}.compare .k-ratio{width:210px}.compare .k-floor{width:88px}.compare .k-rank{width:54px}
 .charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,340px),1fr));gap:18px 24px;margin:14px 0 0}
 .charts.wide{grid-template-columns:repeat(auto-fill,minmax(min(100%,480px),1fr))}
@@ -113,7 +115,7 @@ summary:focus-visible,a:focus-visible,button:focus-visible,input:focus-visible{o
 .chart figcaption{display:flex;flex-wrap:wrap;gap:2px 14px;align-items:baseline;font-size:13px;margin-bottom:4px}
 .chart figcaption b{font-weight:600}
 .legend{display:flex;flex-wrap:wrap;gap:0 12px;font-size:12px}
-.legend>span{white-space:nowrap}
+.legend>span{overflow-wrap:anywhere}
 .swatch{margin-right:4px;vertical-align:-1.5px}
 .chart>svg{display:block;width:100%;height:auto;overflow:visible}
 .chart text{font-family:inherit;font-size:11px;fill:var(--soft)}
@@ -164,6 +166,10 @@ th[aria-sort] button::after{content:" \2193"}th[aria-sort=ascending] button::aft
 .visually-hidden{position:absolute;width:1px;height:1px;overflow:hidden;clip-path:inset(50%);white-space:nowrap}
 footer{margin-top:34px;font-size:12px;color:var(--soft)}
 
+@media screen and (max-width:1100px){
+  .compare .k-status{width:84px}.compare .k-ratio{width:150px}.compare .k-value{width:88px}.compare .k-limit{width:74px}
+  .compare .ratio{grid-template-columns:minmax(60px,1fr) 44px}.compare .bar{min-width:60px}.scale{margin-right:52px}
+}
 @media screen and (max-width:760px){
   main{padding:0 12px 32px}
   .verdict{margin:0 -12px;border-radius:0;padding:18px 14px 14px}
@@ -222,7 +228,7 @@ footer{margin-top:34px;font-size:12px;color:var(--soft)}
   .scenario>summary,.chart,tr{break-inside:avoid}
   h2{break-after:avoid}
   .scroll{overflow:visible}.scroll>table{font-size:8.5px}.scroll th,.scroll td{padding:2px 3px}
-  .scenario::details-content,.more details::details-content{content-visibility:visible;display:block}
+  .scenario::details-content,.more details::details-content,.fold::details-content{content-visibility:visible;display:block}
 }
 )css";
 

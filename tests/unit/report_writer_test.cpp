@@ -279,6 +279,36 @@ TEST(ReportHtml, RunsOfAWrongScenarioGetNoSpeed) {
   EXPECT_THAT(render_html(wrong), Not(HasSubstr(speed)));
 }
 
+TEST(ReportHtml, ManyRunsAreFoldedAndWrongOnesAreNot) {
+  Report report = harness::example_pass();
+  std::vector<harness::RunRecord>& runs = report.scenarios.front().runs;
+  const harness::RunRecord one = runs.front();
+  for (harness::ScenarioResult& s : report.scenarios) s.runs.clear();
+  runs.assign(12, one);
+  EXPECT_THAT(render_html(report), Not(HasSubstr("class=\"fold\"")));
+  runs.push_back(one);
+  EXPECT_THAT(render_html(report), HasSubstr("<details class=\"fold\"><summary>13 runs<"));
+  runs.back().status = Status::kFail;
+  EXPECT_THAT(render_html(report),
+              HasSubstr("<details class=\"fold\" open><summary>13 runs, 1 of them wrong<"));
+}
+
+TEST(ReportHtml, ColumnsThatNoRowFillsAreLeftOut) {
+  Report report = harness::example_pass();
+  for (harness::ScenarioResult& s : report.scenarios) {
+    for (harness::Comparison& c : s.comparisons) {
+      c.limit.reset();
+      c.noise_floor.reset();
+      c.rank.reset();
+      c.status = Status::kRecorded;
+    }
+  }
+  const std::string html = render_html(report);
+  EXPECT_THAT(html, HasSubstr("compare sortable no-limit no-floor no-rank"));
+  EXPECT_THAT(html, Not(HasSubstr("colspan=\"7\"")));
+  EXPECT_THAT(html, Not(HasSubstr("Bars show")));
+}
+
 TEST(ReportHtml, SkippedReportSaysWhyAndIsNoPass) {
   const std::string html = render_html(harness::example_skipped());
   EXPECT_THAT(html, HasSubstr("<h1>Skipped</h1>"));
