@@ -1,6 +1,8 @@
+#include <cstdio>
 #include <filesystem>
 
 #include "harness/cli/commands.hpp"
+#include "harness/cli/errors.hpp"
 #include "model/checkpoint/convert.hpp"
 
 namespace lockstep::harness {
@@ -53,7 +55,15 @@ int run_command_inspect(const InspectOptions& options, const Context& context) {
   const model::Inspection found =
       model::inspect(options.folder.string(), parse_defaults(options.defaults));
   print(context.json ? found.json + "\n" : found.text);
-  return found.fits ? 0 : 2;
+  if (found.fits) return 0;
+  // What was found is a result; that it does not fit is an error all the same.
+  std::fflush(stdout);
+  const Failure failure{ErrorKind::kInput,
+                        fmt::format("inspect {}: config and tensors do not belong together: {}",
+                                    options.folder.string(),
+                                    found.problems.substr(found.problems.find_first_not_of('\n')))};
+  std::fputs(error_block(failure, "inspect").c_str(), stderr);
+  return exit_code(failure.kind);
 }
 
 int run_command_convert(const ConvertOptions& options, const Context& context) {

@@ -12,6 +12,7 @@
 #include "harness/cli/errors.hpp"
 #include "harness/cli/version.hpp"
 #include "harness/launch/mpi_start.hpp"
+#include "harness/launch/rank_guard.hpp"
 #include "harness/launch/schema.hpp"
 
 namespace lockstep::harness {
@@ -68,6 +69,9 @@ struct Program {
 const std::string kDefaultsHelp =
     "What a missing layer_types, swiglu_limit or index_kpool means: refuse, hf or trainer";
 
+const std::string kTimeoutHelp = "Deadline of every wait for another rank";
+constexpr int64_t kLongestTimeout = int64_t{366} * 24 * 3600 * 1000;
+
 void add_engine_options(CLI::App& sub, LogitsOptions& o) {
   sub.add_option("--model", o.model, "Checkpoint folder in Hugging Face format")->required();
   sub.add_option("--docs", o.docs, "Documents: {\"documents\": [[ids], [ids]]}")->required();
@@ -83,6 +87,9 @@ void add_engine_options(CLI::App& sub, LogitsOptions& o) {
   sub.add_flag(
       "--reference-ops", o.reference_ops, "Plain reference operators instead of fast ones");
   sub.add_option("--defaults", o.defaults, kDefaultsHelp)->capture_default_str();
+  sub.add_option("--comm-timeout-ms", o.comm_timeout_ms, kTimeoutHelp)
+      ->capture_default_str()
+      ->check(CLI::Range(int64_t{1}, kLongestTimeout));
 }
 
 void add_run_commands(Program& p) {
@@ -98,6 +105,10 @@ void add_run_commands(Program& p) {
   run->add_option("--tag", p.run.tags, "Only scenarios with one of these tags");
   run->add_option("--out", p.run.out, "Folder for report and results")->capture_default_str();
   run->add_option("--set", p.run.sets, "key=value put into every scenario, run.*.KEY for all runs");
+  run->add_option("--comm-timeout-ms",
+                  p.run.comm_timeout_ms,
+                  kTimeoutHelp + ", in all scenarios; default: theirs (300000)")
+      ->check(CLI::Range(int64_t{1}, kLongestTimeout));
   run->add_flag("--dry-run", p.run.dry_run, "Check everything and print the plan; compute nothing");
 
   CLI::App* logits = p.add(
@@ -144,6 +155,7 @@ void add_run_commands(Program& p) {
   worker->add_option("--scenario", p.worker.scenario)->required();
   worker->add_option("--set", p.worker.sets);
   worker->add_option("--point", p.worker.point);
+  worker->add_option("--comm-timeout-ms", p.worker.comm_timeout_ms);
   worker->add_option("--run", p.worker.run)->required();
   worker->add_option("--out", p.worker.out)->required();
 }
@@ -165,7 +177,11 @@ void add_file_commands(Program& p) {
       "Compare tensors of two files by name (safetensors, HDF5, npz)",
       "  lockstep compare mine.safetensors theirs.npz\n"
       "  lockstep compare mine.h5 theirs.h5 --module-map names.toml --limit 1e-5\n"
-      "  lockstep compare bf16.h5 f64.h5 --floor other-bf16.h5\n\n"
+      "  lockstep compare bf16.h5 f64.h5 --floor other-bf16.h5\n"
+      "  lockstep compare mixed.h5 f64.h5 --metric ulp_max --limit bfloat16=4 --limit "
+      "float32=64\n\n"
+      "Values are compared in float64, whatever the dtypes; max ulp counts steps of the coarser "
+      "dtype, after rounding to it.\n"
       "A module map is a TOML table from names on the left to names on the right; each * is put "
       "into the next {}:\n"
       "  \"model.layers.*.self_attn.o_proj\" = \"layers.{}.mixer.out\"\n",
@@ -180,9 +196,12 @@ void add_file_commands(Program& p) {
                       "A third file whose distance to the right one is the noise floor");
   compare->add_option("--metric", p.compare.metric, "Metric that --limit judges")
       ->capture_default_str();
-  compare->add_option("--limit",
-                      p.compare.limit,
-                      "Pass bound of every tensor; exit 1 above it. Default: equal bits");
+  compare
+      ->add_option("--limit",
+                   p.compare.limits,
+                   "Pass bound; exit 1 beyond it. A number for every tensor, or DTYPE=number for "
+                   "pairs whose coarser dtype it is (repeatable). Default: dtype and bytes equal")
+      ->allow_extra_args(false);
 
   CLI::App* convert =
       p.add(p.app,
@@ -325,6 +344,16 @@ void add_machine_commands(Program& p) {
   doctor->add_flag("--ping", p.doctor.ping)->group("");
 }
 
+/// An empty value is a slip (an unset shell variable), never a wish.
+void refuse_empty_values(CLI::App& app) {
+  const CLI::Validator not_empty(
+      [](std::string& value) { return value.empty() ? "is empty" : std::string(); }, "");
+  for (CLI::Option* option : app.get_options()) {
+    if (option->get_expected_max() > 0 && option->get_type_size_max() > 0) option->check(not_empty);
+  }
+  for (CLI::App* sub : app.get_subcommands({})) refuse_empty_values(*sub);
+}
+
 /// Reports one failure on all channels it belongs to; only one rank of a launcher talks.
 int report_failure(const Failure& failure, const Program& p) {
   std::fflush(stdout);
@@ -362,6 +391,7 @@ int run_program(int argc, char** argv) {
   add_file_commands(p);
   add_golden_commands(p);
   add_machine_commands(p);
+  refuse_empty_values(p.app);
   try {
     p.app.parse(argc, argv);
   } catch (const CLI::Success& wanted) {  // --help or --version
@@ -384,9 +414,11 @@ int run_program(int argc, char** argv) {
     return report_failure({ErrorKind::kInput, "command line: " + message}, p);
   }
   if (!p.distributed && launcher_rank() != 0) return 0;
+  if (p.distributed) guard_rank(p.command);
   try {
     const int code = p.action();
     std::cout.flush();
+    wake_guard();
     return code;
   } catch (const std::exception& error) {
     return report_failure(explain(error), p);

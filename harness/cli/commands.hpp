@@ -24,6 +24,7 @@ struct RunOptions {
   std::vector<std::filesystem::path> paths;
   std::vector<std::string> tags, sets;
   std::filesystem::path out = "out";
+  int64_t comm_timeout_ms = 0;  ///< 0: those of the scenarios
   bool dry_run = false;
 };
 int run_command_run(const RunOptions& options, const Context& context);
@@ -35,6 +36,7 @@ struct LogitsOptions {
   std::string defaults = "refuse";
   std::vector<std::string> numerics;  ///< "D09=1"
   int64_t prefill_chunk = 0, decode = 0, page_size = 0;
+  int64_t comm_timeout_ms = 300000;
   bool grads = false, stream_layers = false, recompute = false, reference_ops = false;
 };
 int run_command_logits(const LogitsOptions& options, const Context& context);
@@ -48,8 +50,8 @@ int run_command_inspect(const InspectOptions& options, const Context& context);
 
 struct CompareOptions {
   std::filesystem::path left, right, module_map, floor;
-  std::vector<std::string> only;  ///< patterns of names
-  std::optional<double> limit;    ///< on rel_l2 of every tensor
+  std::vector<std::string> only;    ///< patterns of names
+  std::vector<std::string> limits;  ///< "1e-5" for all tensors, "bfloat16=4" for one dtype
   std::string metric = "rel_l2";
 };
 int run_command_compare(const CompareOptions& options, const Context& context);
@@ -104,6 +106,7 @@ struct WorkerOptions {
   std::filesystem::path scenario, out;
   std::vector<std::string> sets;
   int64_t point = 0;
+  int64_t comm_timeout_ms = 300000;  ///< until the scenario is read
   std::string run;
 };
 int run_command_worker(const WorkerOptions& options, const Context& context);

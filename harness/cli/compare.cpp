@@ -1,7 +1,12 @@
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <charconv>
 #include <cmath>
 #include <nlohmann/json.hpp>
 
 #include "harness/cli/commands.hpp"
+#include "harness/launch/schema.hpp"
 #include "harness/result/result.hpp"
 #include "harness/runner/file_compare.hpp"
 
@@ -17,6 +22,64 @@ Json number(double value) {
   return value;
 }
 
+/// A bound as it was typed: a whole word that is a number.
+double bound_of(const std::string& word, const std::string& option) {
+  double value = 0;
+  const char* end = word.data() + word.size();
+  const auto [stop, error] = std::from_chars(word.data(), end, value);
+  LOCKSTEP_CHECK(error == std::errc() && stop == end && !std::isnan(value),
+                 kInput,
+                 "--limit {}: '{}' is not a number; write for example --limit 1e-5 or --limit "
+                 "bfloat16=1e-2",
+                 option,
+                 word);
+  return value;
+}
+
+void read_limits(const std::vector<std::string>& options, FileComparePlan& plan) {
+  static const std::vector<at::ScalarType> dtypes = {
+      at::kDouble, at::kFloat, at::kHalf, at::kBFloat16, at::kLong};
+  std::vector<std::string> names;
+  for (const at::ScalarType dtype : dtypes) names.push_back(dtype_name(dtype));
+  for (const std::string& option : options) {
+    const size_t equals = option.find('=');
+    if (equals == std::string::npos) {
+      LOCKSTEP_CHECK(
+          !plan.limit, kInput, "--limit {}: a limit for all tensors is given twice", option);
+      plan.limit = bound_of(option, option);
+      continue;
+    }
+    const std::string name = option.substr(0, equals);
+    const auto found = std::find(names.begin(), names.end(), name);
+    LOCKSTEP_CHECK(found != names.end(),
+                   kInput,
+                   "--limit {}: '{}' is no dtype; use one of {}{}",
+                   option,
+                   name,
+                   fmt::join(names, ", "),
+                   did_you_mean(name, names));
+    const bool first = plan.per
+                           .emplace(dtypes[static_cast<size_t>(found - names.begin())],
+                                    bound_of(option.substr(equals + 1), option))
+                           .second;
+    LOCKSTEP_CHECK(first, kInput, "--limit {}: {} has a limit already", option, name);
+  }
+}
+
+/// "rel_l2 within 1e-5; bfloat16 0.01".
+std::string limit_text(const FileComparePlan& plan) {
+  if (!plan.limit && plan.per.empty()) return "equal bits";
+  std::string text = plan.metric;
+  text += find_metric(plan.metric)->at_least ? " at least " : " within ";
+  std::vector<std::string> parts;
+  if (plan.limit) parts.push_back(format_number(*plan.limit));
+  for (const auto& [dtype, limit] : plan.per) {
+    parts.push_back(fmt::format("{} for {}", format_number(limit), dtype_name(dtype)));
+  }
+  if (!plan.limit) parts.emplace_back("equal bits for other dtypes");
+  return text + fmt::format("{}", fmt::join(parts, ", "));
+}
+
 Json to_json(const TensorRow& row) {
   Json out{{"left", row.left}, {"right", row.right}, {"pass", row.pass}};
   if (!row.problem.empty()) {
@@ -24,6 +87,10 @@ Json to_json(const TensorRow& row) {
     return out;
   }
   const golden::Comparison& c = row.result;
+  out["left_dtype"] = dtype_name(c.got_dtype);
+  out["right_dtype"] = dtype_name(c.want_dtype);
+  out["equal_bits"] = c.bitwise();
+  out["limit"] = row.limit ? Json(*row.limit) : Json(nullptr);
   out["elements"] = c.num_elements;
   out["different"] = c.num_different;
   out["max_abs"] = number(c.max_abs);
@@ -41,6 +108,7 @@ Json to_json(const TensorRow& row) {
   if (row.top1) out["top1"] = number(*row.top1);
   if (row.floor) out["noise_floor_rel_l2"] = number(*row.floor);
   out["first_divergence"] = row.first;
+  out["note"] = row.note;
   return out;
 }
 
@@ -62,6 +130,7 @@ void print_row(const TensorRow& row, size_t width, bool floor) {
       floor ? fmt::format(" {:>10}", row.floor ? format_number(*row.floor) : "-") : "",
       row.kl ? fmt::format("  kl {} top1 {}", format_number(*row.kl), format_number(*row.top1))
              : ""));
+  if (!row.note.empty()) print(fmt::format("    {}\n", row.note));
   if (!row.pass && !row.first.empty()) print(fmt::format("    {}\n", row.first));
 }
 
@@ -74,14 +143,12 @@ int run_command_compare(const CompareOptions& options, const Context& context) {
   plan.floor = options.floor;
   plan.only = options.only;
   plan.metric = options.metric;
-  plan.limit = options.limit;
+  read_limits(options.limits, plan);
   if (!options.module_map.empty()) plan.map = ModuleMap::load(options.module_map);
   const FileComparison result = compare_files(plan);
   int64_t failed = 0;
   for (const TensorRow& row : result.rows) failed += row.pass ? 0 : 1;
-  const std::string limit =
-      plan.limit ? fmt::format("{} within {}", plan.metric, format_number(*plan.limit))
-                 : "equal bits";
+  const std::string limit = limit_text(plan);
   if (context.json) {
     Json rows = Json::array();
     for (const TensorRow& row : result.rows) rows.push_back(to_json(row));

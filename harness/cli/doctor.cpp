@@ -7,6 +7,7 @@
 #include <sstream>
 #include <thread>
 
+#include "golden/store/golden_case.hpp"
 #include "harness/cli/commands.hpp"
 #include "harness/cli/ranks.hpp"
 #include "harness/launch/mpi_start.hpp"
@@ -74,16 +75,27 @@ Finding memory() {
           free > 2 ? "" : "close programs; small models need 2 GiB"};
 }
 
+/// Free space where results, and where goldens and Python, are kept.
 Finding disk() {
-  struct statvfs fs {};
-  if (statvfs(".", &fs) != 0)
-    return {"disk", State::kMissing, "unknown", "check the current folder"};
-  const double free =
-      static_cast<double>(fs.f_bavail) * static_cast<double>(fs.f_frsize) / (1 << 30);
+  const auto free_gib = [](const std::filesystem::path& folder) {
+    struct statvfs fs {};
+    if (statvfs(folder.c_str(), &fs) != 0) return -1.0;
+    return static_cast<double>(fs.f_bavail) * static_cast<double>(fs.f_frsize) / (1 << 30);
+  };
+  std::filesystem::path cache = cache_folder();
+  std::error_code error;
+  while (!std::filesystem::exists(cache, error) && cache.has_relative_path()) {
+    cache = cache.parent_path();
+  }
+  const double here = free_gib("."), there = free_gib(cache);
+  if (here < 0) return {"disk", State::kMissing, "unknown", "check the current folder"};
   return {"disk",
-          free > 1 ? State::kGood : State::kMissing,
-          fmt::format("{:.1f} GiB free in the current folder", free),
-          free > 1 ? "" : "free some space; reports and results are written here"};
+          here > 1 ? State::kGood : State::kMissing,
+          fmt::format("{:.1f} GiB free in the current folder, {:.1f} GiB in {}",
+                      here,
+                      there,
+                      cache_folder().string()),
+          here > 1 ? "" : "free some space; reports and results are written here"};
 }
 
 Finding mpi(const Environment& environment) {
@@ -104,13 +116,47 @@ Finding mpi(const Environment& environment) {
   }
 }
 
+/// The first program of this name on PATH or in the toolkit's usual place.
+std::string find_program(const std::string& name) {
+  const char* path = std::getenv("PATH");
+  std::istringstream folders(std::string(path != nullptr ? path : "") + ":/usr/local/cuda/bin");
+  std::error_code error;
+  for (std::string folder; std::getline(folders, folder, ':');) {
+    const std::filesystem::path file = std::filesystem::path(folder) / name;
+    if (!folder.empty() && std::filesystem::is_regular_file(file, error)) return file.string();
+  }
+  return {};
+}
+
 Finding cuda() {
-  const bool device = std::filesystem::exists("/dev/nvidia0");
-  return {"cuda",
-          State::kMissing,
-          device ? "a device is there; this build computes on the CPU only"
-                 : "no device; everything runs on the CPU",
-          {}};
+  int devices = 0;
+  std::error_code error;
+  while (std::filesystem::exists(fmt::format("/dev/nvidia{}", devices), error)) ++devices;
+  const std::string compiler = find_program("nvcc");
+  return {
+      "cuda",
+      State::kMissing,
+      fmt::format("{}, {}; this build computes on the CPU only",
+                  devices == 0 ? "no NVIDIA device" : fmt::format("{} device(s)", devices),
+                  compiler.empty() ? "no toolkit (nvcc)" : "toolkit " + compiler),
+      devices > 0 && compiler.empty() ? "install the CUDA toolkit to build the device tests" : ""};
+}
+
+Finding golden_store() {
+  try {
+    const std::filesystem::path folder = golden_folder();
+    const auto entries = golden::read_manifest(folder);
+    for (const golden::ManifestEntry& entry : entries) golden::verify_entry(folder, entry);
+    return {"golden store",
+            State::kGood,
+            fmt::format("{} cases in {}, as their manifest says", entries.size(), folder.string()),
+            {}};
+  } catch (const Error& error) {
+    return {"golden store",
+            State::kBroken,
+            error.what(),
+            "git checkout golden/data, or set LOCKSTEP_GOLDEN to a whole copy"};
+  }
 }
 
 Finding golden_python() {
@@ -167,7 +213,9 @@ int run_command_doctor(const DoctorOptions& options, const Context& context) {
       disk(),
       {"torch", State::kGood, fmt::format("{}; {}", environment.torch, environment.blas), {}}};
   if (!under_mpi_launcher()) findings.push_back(mpi(environment));
+  findings.push_back({"hdf5", State::kGood, golden::hdf5_version(), {}});
   findings.push_back(cuda());
+  findings.push_back(golden_store());
   findings.push_back(golden_python());
   bool broken = false;
   nlohmann::ordered_json list = nlohmann::ordered_json::array();

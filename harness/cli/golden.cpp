@@ -141,12 +141,86 @@ GoldenVerifyResult verify_fresh(const GoldenOptions& options, int64_t seed, Prog
                         [&](std::string_view line) { progress.line(line); });
 }
 
+/// What is wrong with a file at a glance, without reading it; empty when nothing is.
+std::string file_state(const std::filesystem::path& folder, const golden::ManifestEntry& entry) {
+  std::error_code error;
+  const auto size = std::filesystem::file_size(folder / entry.file, error);
+  if (error) return "file is missing";
+  if (static_cast<int64_t>(size) != entry.size_bytes) {
+    return fmt::format("file has {} bytes", size);
+  }
+  return {};
+}
+
+/// One case of two stores.
+struct CaseDiff {
+  std::string name, text;
+  bool same = false;
+  Json json;
+};
+
+CaseDiff diff_case(const std::filesystem::path& other_folder,
+                   const golden::ManifestEntry& other,
+                   const std::filesystem::path& folder,
+                   const golden::ManifestEntry& own) {
+  CaseDiff out{other.name, {}, false, {{"case", other.name}}};
+  golden::verify_entry(other_folder, other);
+  golden::verify_entry(folder, own);
+  out.json["same_bytes"] = own.sha256 == other.sha256;
+  if (own.sha256 == other.sha256) {
+    out.text = "same bytes";
+    out.same = true;
+    return out;
+  }
+  FileComparePlan plan;
+  plan.left = other_folder / other.file;
+  plan.right = folder / own.file;
+  if (golden::GoldenCase(plan.left).file().exists("f64")) plan.only = {"f64/*"};
+  const FileComparison result = compare_files(plan);
+  const TensorRow* worst = nullptr;
+  int64_t differ = 0;
+  for (const TensorRow& row : result.rows) {
+    differ += row.pass ? 0 : 1;
+    const bool worse =
+        worst == nullptr || (worst->problem.empty() &&
+                             (!row.problem.empty() || row.result.rel_l2 > worst->result.rel_l2));
+    if (worse) worst = &row;
+  }
+  out.same = result.pass();
+  out.json["same_tensors"] = out.same;
+  out.json["tensors"] = result.rows.size();
+  out.json["different"] = differ;
+  out.json["without_partner"] = result.only_left.size() + result.only_right.size();
+  out.json["worst"] = worst->left;
+  out.json["worst_rel_l2"] = format_number(worst->result.rel_l2);
+  if (out.same) {
+    out.text = fmt::format("other bytes, all {} tensors equal", result.rows.size());
+  } else if (!worst->problem.empty()) {
+    out.text =
+        fmt::format("{} of {} tensors differ: {}", differ, result.rows.size(), worst->problem);
+  } else if (differ == 0) {
+    out.text = fmt::format(
+        "tensors without a partner, such as {}",
+        !result.only_left.empty() ? result.only_left.front() : result.only_right.front());
+  } else {
+    out.text = fmt::format("{} of {} tensors differ, most of all {}: rel_l2 {}",
+                           differ,
+                           result.rows.size(),
+                           worst->left,
+                           format_number(worst->result.rel_l2));
+  }
+  return out;
+}
+
 }  // namespace
 
 int run_command_golden_list(const GoldenOptions& options, const Context& context) {
   const auto folder = data_folder(options);
   Json list = Json::array();
+  bool whole = true;
   for (const golden::ManifestEntry& entry : golden::read_manifest(folder)) {
+    const std::string state = file_state(folder, entry);
+    whole = whole && state.empty();
     list.push_back({{"case", entry.name},
                     {"file", entry.file},
                     {"bytes", entry.size_bytes},
@@ -155,16 +229,24 @@ int run_command_golden_list(const GoldenOptions& options, const Context& context
                     {"generator_commit", entry.generator_commit},
                     {"torch", entry.torch},
                     {"transformers", entry.transformers},
-                    {"description", entry.description}});
+                    {"description", entry.description},
+                    {"state", state.empty() ? "ok" : state}});
     if (!context.json) {
-      print(fmt::format("{:<16} {:>8} bytes  seed {:<3} {}\n",
+      print(fmt::format("{:<16} {:>8} bytes  seed {:<3} {}{}\n",
                         entry.name,
                         entry.size_bytes,
                         entry.seed,
+                        state.empty() ? "" : fmt::format("[{}] ", state),
                         entry.description));
     }
   }
   if (context.json) print(list.dump(2) + "\n");
+  LOCKSTEP_CHECK(whole,
+                 kGolden,
+                 "golden list: {} does not hold what its manifest says; `lockstep golden verify "
+                 "--hashes-only --data {}` names the first damaged file",
+                 folder.string(),
+                 folder.string());
   return 0;
 }
 
@@ -212,44 +294,46 @@ int run_command_golden_make(const GoldenOptions& options, const Context& context
 
 int run_command_golden_diff(const GoldenOptions& options, const Context& context) {
   const auto folder = data_folder(options);
+  const auto others = golden::read_manifest(options.other), owns = golden::read_manifest(folder);
+  const auto find = [](const std::vector<golden::ManifestEntry>& entries, const std::string& name) {
+    return std::find_if(
+        entries.begin(), entries.end(), [&](const auto& entry) { return entry.name == name; });
+  };
+  std::vector<std::string> names = options.cases;
+  if (names.empty()) {
+    for (const auto* entries : {&others, &owns}) {
+      for (const golden::ManifestEntry& entry : *entries) names.push_back(entry.name);
+    }
+    std::sort(names.begin(), names.end());
+    names.erase(std::unique(names.begin(), names.end()), names.end());
+  }
   bool same = true;
+  std::string damaged;
   Json list = Json::array();
-  for (const golden::ManifestEntry& other : golden::read_manifest(options.other)) {
-    if (!options.cases.empty() &&
-        std::find(options.cases.begin(), options.cases.end(), other.name) == options.cases.end()) {
-      continue;
+  for (const std::string& name : names) {
+    const auto other = find(others, name), own = find(owns, name);
+    if (other == others.end() && own == owns.end()) golden::find_entry(folder, name);
+    CaseDiff diff{name, {}, false, {{"case", name}}};
+    if (other == others.end() || own == owns.end()) {
+      const auto& there = other == others.end() ? folder : options.other;
+      diff.text = fmt::format("only in {}", there.string());
+      diff.json["only_in"] = there.string();
+    } else {
+      try {
+        diff = diff_case(options.other, *other, folder, *own);
+      } catch (const Error& error) {
+        diff.text = fmt::format("cannot be compared: {}", error.what());
+        diff.json["error"] = error.what();
+        damaged += (damaged.empty() ? "" : ", ") + name;
+      }
     }
-    const golden::ManifestEntry own = golden::find_entry(folder, other.name);
-    if (own.sha256 == other.sha256) {
-      list.push_back({{"case", other.name}, {"same_bytes", true}});
-      if (!context.json) print(fmt::format("{:<16} same bytes\n", other.name));
-      continue;
-    }
-    FileComparePlan plan;
-    plan.left = options.other / other.file;
-    plan.right = folder / own.file;
-    plan.only = {"f64/*"};
-    const FileComparison result = compare_files(plan);
-    const TensorRow* worst = nullptr;
-    for (const TensorRow& row : result.rows) {
-      if (worst == nullptr || row.result.rel_l2 > worst->result.rel_l2) worst = &row;
-    }
-    const bool equal = result.pass();
-    same = same && equal;
-    list.push_back({{"case", other.name},
-                    {"same_bytes", false},
-                    {"same_tensors", equal},
-                    {"worst", worst->left},
-                    {"worst_rel_l2", worst->result.rel_l2}});
-    if (!context.json) {
-      print(fmt::format("{:<16} {}, worst {} rel_l2 {}\n",
-                        other.name,
-                        equal ? "same tensors" : "tensors differ",
-                        worst->left,
-                        format_number(worst->result.rel_l2)));
-    }
+    same = same && diff.same;
+    list.push_back(diff.json);
+    if (!context.json) print(fmt::format("{:<16} {}\n", name, diff.text));
   }
   if (context.json) print(list.dump(2) + "\n");
+  LOCKSTEP_CHECK(
+      damaged.empty(), kGolden, "golden diff: damaged or missing on one side: {}", damaged);
   return same ? 0 : 1;
 }
 

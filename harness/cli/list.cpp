@@ -151,7 +151,16 @@ void list_presets(const Context& context) {
 int run_command_list(const ListOptions& options, const Context& context) {
   const std::vector<std::string> kinds = {
       "scenarios", "policies", "switches", "operators", "presets", "schema"};
-  if (options.what.empty()) {
+  LOCKSTEP_CHECK(options.policy.empty() || options.what == "switches",
+                 kInput,
+                 "list: --policy {} belongs to `lockstep list switches`",
+                 options.policy);
+  LOCKSTEP_CHECK(!options.markdown || options.what == "schema",
+                 kInput,
+                 "list: --markdown belongs to `lockstep list schema`");
+  if (options.what.empty() && context.json) {
+    print(Json(kinds).dump() + "\n");
+  } else if (options.what.empty()) {
     print(fmt::format("lockstep list WHAT: {}\n", fmt::join(kinds, ", ")));
   } else if (options.what == "scenarios") {
     list_scenarios(context);

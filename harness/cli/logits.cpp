@@ -1,4 +1,7 @@
+#include <cmath>
+#include <cstdio>
 #include <filesystem>
+#include <nlohmann/json.hpp>
 
 #include "golden/store/hdf5.hpp"
 #include "harness/cli/commands.hpp"
@@ -134,13 +137,15 @@ void write_dump(const fs::path& out, const RunOutput& output) {
 std::string summary_json(const LogitsOptions& options, const RunOutput& output) {
   // A loss is a finite number or, in a broken model, NaN, which JSON has no literal for.
   const std::string loss = std::isfinite(output.loss) ? fmt::format("{}", output.loss)
-                                                      : fmt::format("\"{}\"", output.loss);
+                           : std::isnan(output.loss)  ? "\"NaN\""
+                           : output.loss > 0          ? "\"Infinity\""
+                                                      : "\"-Infinity\"";
   return fmt::format(
-      "{{\n  \"out\": \"{}\",\n  \"tokens\": {},\n  \"targets\": {},\n  \"loss\": {},\n  "
+      "{{\n  \"out\": {},\n  \"tokens\": {},\n  \"targets\": {},\n  \"loss\": {},\n  "
       "\"ranks\": "
       "{},\n  \"grads\": {},\n  \"activations\": {},\n  \"seconds\": {:.6f},\n  \"peak_bytes\": "
-      "{}\n}}\n",
-      options.out.filename().string(),
+      "{},\n  \"warnings\": {}\n}}\n",
+      nlohmann::json(options.out.filename().string()).dump(),
       output.tokens,
       output.num_targets,
       loss,
@@ -148,7 +153,8 @@ std::string summary_json(const LogitsOptions& options, const RunOutput& output) 
       output.grads.size(),
       output.trace.size(),
       output.seconds,
-      output.peak_bytes);
+      output.peak_bytes,
+      nlohmann::json(output.warnings).dump());
 }
 
 using Writer = void (*)(const fs::path&, const RunOutput&);
@@ -160,13 +166,14 @@ int run_engine(const LogitsOptions& options,
   // Checked before a launcher starts anything, so that one message comes of it.
   const RunSpec run = run_of(options, command);
   const int64_t ranks = run.topology.num_ranks();
+  parallel::set_comm_timeout_ms(options.comm_timeout_ms);
   if (ranks > 1 && !under_mpi_launcher()) {
     check_output(options.out, options.docs);
     workload_of(options);
     const Outcome outcome = run_ranks(
         ranks, context.arguments, [](std::string_view line) { print(fmt::format("{}\n", line)); });
-    if (outcome.exit_code != 0) {
-      const std::string told = own_errors(outcome.errors);
+    const std::string told = own_errors(outcome.errors);
+    if (!told.empty() || outcome.exit_code != 0) {
       std::fputs(fmt::format("{}\n", told.empty() ? outcome.errors : told).c_str(), stderr);
     }
     // A rank that a signal ended is a peer that died.
@@ -202,6 +209,9 @@ int run_engine(const LogitsOptions& options,
                    "layers.0.self_attn, layers.3.mlp (`--modules '*'` writes all)",
                    run.trace);
     write(options.out, output);
+    for (const std::string& warning : output.warnings) {
+      std::fputs(fmt::format("lockstep {}: warning: {}\n", command, warning).c_str(), stderr);
+    }
     if (context.json) {
       print(summary_json(options, output));
     } else if (!context.quiet) {
@@ -210,7 +220,7 @@ int run_engine(const LogitsOptions& options,
           options.out.string(),
           output.tokens,
           output.num_targets,
-          output.loss,
+          std::fabs(output.loss),  // x86 makes its NaNs negative; no loss is
           output.grads.empty() ? "" : fmt::format(", {} gradients", output.grads.size()),
           output.trace.empty() ? "" : fmt::format(", {} activations", output.trace.size()),
           output.seconds));

@@ -1,22 +1,99 @@
 #include "harness/cli/ranks.hpp"
 
+#include <signal.h>
+#include <sys/time.h>
+#include <unistd.h>
+
+#include <algorithm>
 #include <chrono>
+#include <csignal>
 #include <cstdio>
 #include <iostream>
 #include <thread>
 
 #include "harness/cli/errors.hpp"
+#include "harness/launch/mpi_start.hpp"
+#include "harness/launch/rank_guard.hpp"
 
 namespace lockstep::harness {
+namespace {
+
+// Read by a signal handler.
+char g_head[128];
+size_t g_head_size = 0;
+
+/// A launcher that lost one rank ends the others with SIGTERM. The first of them says why.
+void on_sigterm(int) {
+  static char text[2048];
+  parallel::Session::mark_left();
+  if (parallel::Session::claim_report()) {
+    size_t size = g_head_size;
+    std::copy_n(g_head, size, text);
+    size += parallel::Session::last_words(text + size, sizeof text - 1 - size);
+    constexpr std::string_view kKilled = "; the process that guarded this rank was killed";
+    if (guard_is_gone() && size + kKilled.size() < sizeof text) {
+      size += kKilled.copy(text + size, kKilled.size());
+    }
+    text[size++] = '\n';
+    if (write(STDERR_FILENO, text, size) < 0) _exit(5);
+  }
+  wake_guard();
+  _exit(3);
+}
+
+void name_command(std::string_view command) {
+  const std::string head = fmt::format("lockstep {}: comm error\n  ", command);
+  g_head_size = std::min(head.size(), sizeof g_head);
+  std::copy_n(head.data(), g_head_size, g_head);
+}
+
+void report_when_ended() {
+  struct sigaction action {};
+  action.sa_handler = on_sigterm;
+  sigaction(SIGTERM, &action, nullptr);
+}
+
+/// MPI has no deadline of its own for starting and ending, where a rank that is stopped would keep
+/// the others for ever.
+void on_alarm(int) {
+  constexpr std::string_view kText =
+      "the ranks did not meet within the deadline (--comm-timeout-ms) while MPI started or ended: "
+      "one of them is stopped, or did not start; `ps` shows a stopped process as T\n";
+  if (write(STDERR_FILENO, g_head, g_head_size) < 0 ||
+      write(STDERR_FILENO, kText.data(), kText.size()) < 0) {
+    _exit(5);
+  }
+  wake_guard();
+  _exit(3);
+}
+
+void set_alarm(int64_t ms) {
+  std::signal(SIGALRM, on_alarm);
+  itimerval timer{};
+  timer.it_value.tv_sec = ms / 1000;
+  timer.it_value.tv_usec = ms % 1000 * 1000;
+  setitimer(ITIMER_REAL, &timer, nullptr);
+}
+
+}  // namespace
 
 int on_ranks(const Context& context,
              std::string_view command,
              const std::function<int(const parallel::Session&)>& body) {
+  name_command(command);
+  const bool launched = under_mpi_launcher();
+  if (launched) set_alarm(parallel::comm_timeout_ms());
   parallel::Session session = parallel::Session::start(nullptr, nullptr);
+  if (launched) set_alarm(0);
   const int64_t world_rank = session.world().rank();
   if (session.world().size() == 1) return body(session);
+  report_when_ended();
   try {
-    return static_cast<int>(session.world().all_reduce_max(body(session), "exit code"));
+    const int code = body(session);
+    const parallel::PatientWaits patient;  // rank 0 may still be writing
+    const int worst = static_cast<int>(session.world().all_reduce_max(code, "exit code"));
+    set_alarm(parallel::comm_timeout_ms());  // for what MPI does at the end
+    return worst;
   } catch (const std::exception& error) {
     const Failure failure = explain(error);
     const bool everywhere =
@@ -25,13 +102,16 @@ int on_ranks(const Context& context,
       // Rank 0 meets the same error and ends the job; if it did not, this rank speaks after all.
       std::this_thread::sleep_for(std::chrono::seconds(3));
     }
-    std::fputs(fmt::format("{}{}",
-                           everywhere ? "" : fmt::format("world_rank {}: ", world_rank),
-                           error_block(failure, command))
-                   .c_str(),
-               stderr);
-    std::fflush(stderr);
+    if (parallel::Session::claim_report()) {
+      std::fputs(fmt::format("{}{}",
+                             everywhere ? "" : fmt::format("world_rank {}: ", world_rank),
+                             error_block(failure, command))
+                     .c_str(),
+                 stderr);
+      std::fflush(stderr);
+    }
     if (context.json && world_rank == 0) std::cout << error_json(failure) << std::flush;
+    wake_guard();
     session.abort(exit_code(failure.kind));
     return exit_code(failure.kind);
   }

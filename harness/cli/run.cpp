@@ -5,6 +5,7 @@
 #include <ctime>
 #include <filesystem>
 
+#include "golden/store/hdf5.hpp"
 #include "harness/cli/commands.hpp"
 #include "harness/cli/errors.hpp"
 #include "harness/cli/ranks.hpp"
@@ -98,15 +99,33 @@ void check_writable(const fs::path& out) {
   probe.write("", 0);
 }
 
+/// Without progress lines, scenarios that could not be finished are told here.
+void tell_errors(const Report& report) {
+  for (const ScenarioResult& scenario : report.scenarios) {
+    if (scenario.status != Status::kError) continue;
+    const Failure failure{scenario.error_kind.value_or(ErrorKind::kInternal),
+                          fmt::format("scenario {}: {}", scenario.name, scenario.reason)};
+    std::fputs(error_block(failure, "run").c_str(), stderr);
+  }
+}
+
 int run_on_rank(const RunOptions& options,
                 const Context& context,
                 const parallel::Session& session) {
   const std::vector<ScenarioSet> sets = load_all(options);
   const bool first = session.world().rank() == 0;
   if (options.dry_run) {
+    std::string text, list;
     for (const ScenarioSet& set : sets) {
-      const std::string plan = describe_plan(set, session);
-      if (first && !context.quiet) print(plan);
+      const ScenarioPlan plan = describe_plan(set, session);
+      text += plan.text;
+      list += fmt::format("{}{}", list.empty() ? "" : ",\n", plan.json);
+    }
+    if (!first) return 0;
+    if (context.json) {
+      print(fmt::format("{{\"scenarios\": [\n{}\n]}}\n", list));
+    } else if (!context.quiet) {
+      print(text);
     }
     return 0;
   }
@@ -122,6 +141,7 @@ int run_on_rank(const RunOptions& options,
   report.environment = local_environment();
   report.environment.threads = num_threads();
   report.environment.mpi = mpi_version();
+  report.environment.hdf5 = golden::hdf5_version();
   RunnerOptions runner;
   runner.out = options.out;
   runner.sets = options.sets;
@@ -134,6 +154,7 @@ int run_on_rank(const RunOptions& options,
   if (!first) return 0;
   reports::write(report, options.out);
   progress.clear();
+  if (context.quiet) tell_errors(report);
   if (context.json) {
     print(to_json(report) + "\n");
   } else {
@@ -144,13 +165,19 @@ int run_on_rank(const RunOptions& options,
 
 }  // namespace
 
-int run_command_run(const RunOptions& options, const Context& context) {
+int run_command_run(const RunOptions& given, const Context& context) {
+  RunOptions options = given;
+  if (options.comm_timeout_ms > 0) {
+    options.sets.push_back(fmt::format("comm_timeout_ms={}", options.comm_timeout_ms));
+    parallel::set_comm_timeout_ms(options.comm_timeout_ms);
+  }
   return on_ranks(context, "run", [&](const parallel::Session& session) {
     return run_on_rank(options, context, session);
   });
 }
 
 int run_command_worker(const WorkerOptions& options, const Context& context) {
+  parallel::set_comm_timeout_ms(options.comm_timeout_ms);
   return on_ranks(context, "worker", [&](const parallel::Session& session) {
     const ScenarioSet set = load_scenario(options.scenario, options.sets);
     LOCKSTEP_CHECK(options.point >= 0 && options.point < static_cast<int64_t>(set.points.size()),

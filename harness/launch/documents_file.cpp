@@ -1,29 +1,20 @@
 #include "harness/launch/documents_file.hpp"
 
-#include <fstream>
 #include <nlohmann/json.hpp>
+
+#include "model/config/json_text.hpp"
 
 namespace lockstep::harness {
 
 Documents read_documents(const std::filesystem::path& file) {
   constexpr auto kForm = "write {\"documents\": [[1, 2, 3], [4, 5]]}";
-  std::ifstream stream(file);
-  LOCKSTEP_CHECK(stream.good(), kInput, "documents: cannot read {}", file.string());
   nlohmann::json json;
   try {
-    // Taking down a value recurses, so nesting is bounded while it is read.
-    json = nlohmann::json::parse(stream,
-                                 [&](int depth, nlohmann::json::parse_event_t, nlohmann::json&) {
-                                   LOCKSTEP_CHECK(depth <= 64,
-                                                  kInput,
-                                                  "documents: {} nests lists more than 64 deep; {}",
-                                                  file.string(),
-                                                  kForm);
-                                   return true;
-                                 });
-  } catch (const nlohmann::json::exception& error) {
-    fail(
-        ErrorKind::kInput, "documents: {} is not JSON: {}; {}", file.string(), error.what(), kForm);
+    const std::string text = model::read_text_file(file.string());
+    model::check_json(text, file.string());
+    json = nlohmann::json::parse(text);
+  } catch (const Error& error) {
+    fail(ErrorKind::kInput, "documents: {}; {}", error.what(), kForm);
   }
   LOCKSTEP_CHECK(json.is_object() && json.contains("documents") && json["documents"].is_array(),
                  kInput,

@@ -203,7 +203,10 @@ Outcome run_ranks(int64_t ranks,
   try {
     return run_command(
         command,
-        {fmt::format("OMP_NUM_THREADS={}", threads), fmt::format("MKL_NUM_THREADS={}", threads)},
+        // What the launcher says of a rank that died is read here, so that no rank needs a guard.
+        {fmt::format("OMP_NUM_THREADS={}", threads),
+         fmt::format("MKL_NUM_THREADS={}", threads),
+         "LOCKSTEP_RANK_GUARD=off"},
         on_output);
   } catch (const Error& error) {
     fail(ErrorKind::kConfig,

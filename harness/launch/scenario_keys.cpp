@@ -247,7 +247,11 @@ const KeyRow kRows[] = {
       "",
       "",
       "pattern of module names whose outputs are kept: \"layers.*\""},
-     [](T& t, const V& v) { t.run->trace = v.text(); }},
+     [](T& t, const V& v) {
+       t.run->trace = v.text();
+       if (t.run->trace.empty())
+         v.fail(Kind::kInput, "is empty; write \"layers.*\", or leave it out");
+     }},
     {{"run.NAME",
       "cp_cuts",
       KeyType::kIntegers,
@@ -335,7 +339,7 @@ const KeyRow kRows[] = {
      [](T& t, const V& v) {
        if (!v.is_text()) {
          t.compare->limit = v.number();
-         if (!(*t.compare->limit >= 0)) v.fail(Kind::kInput, "must be 0 or more");
+         if (*t.compare->limit < 0) v.fail(Kind::kInput, "must be 0 or more");
          return;
        }
        if (v.text() != "golden") v.fail(Kind::kInput, "must be a number or \"golden\"");

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <cmath>
 #include <limits>
 #include <sstream>
 
@@ -241,7 +242,10 @@ std::vector<int64_t> TomlValue::integers(int64_t least) const {
 }
 
 double TomlValue::number() const {
-  return node_->is_integer() ? static_cast<double>(node_->ref<int64_t>()) : node_->ref<double>();
+  if (node_->is_integer()) return static_cast<double>(node_->ref<int64_t>());
+  const double value = node_->ref<double>();
+  if (!std::isfinite(value)) fail(ErrorKind::kInput, "must be a finite number");
+  return value;
 }
 
 bool TomlValue::flag() const { return node_->ref<bool>(); }

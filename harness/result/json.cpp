@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "harness/result/result.hpp"
+#include "model/config/json_text.hpp"
 
 namespace lockstep::harness {
 namespace {
@@ -308,7 +309,9 @@ std::string dump(const Json& json) {
 
 Json parse(std::string_view text, std::string_view source) {
   try {
-    return Json::parse(text);
+    Json json = Json::parse(text);
+    model::check_json(text, source);  // of two equal keys one would be lost
+    return json;
   } catch (const Json::parse_error& error) {
     fail(ErrorKind::kInput,
          "{}: not JSON (byte {} of {}): {}; the file is damaged or was cut off, write the report "

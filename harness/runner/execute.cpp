@@ -2,6 +2,7 @@
 
 #include <bit>
 #include <chrono>
+#include <cmath>
 
 #include "harness/trainer/trainer.hpp"
 
@@ -35,6 +36,27 @@ void check_agreement(const TrainerResult& result, const parallel::Group& ranks) 
                    "were reduced; all ranks must agree",
                    r);
   }
+}
+
+/// What makes the numbers of a run worthless, the same on every rank. Ranks hold different parts of
+/// the weights; the first that found something is believed.
+std::vector<std::string> warnings_of(const TrainerResult& result, const parallel::Group& ranks) {
+  std::string text = result.non_finite;
+  const std::vector<int64_t> sizes =
+      ranks.all_gather(static_cast<int64_t>(text.size()), "warnings");
+  for (size_t r = 0; r < sizes.size(); ++r) {
+    if (sizes[r] == 0) continue;
+    Tensor bytes = at::zeros({sizes[r]}, at::kByte);
+    auto* data = reinterpret_cast<char*>(bytes.mutable_data_ptr<uint8_t>());
+    if (static_cast<int64_t>(r) == ranks.rank()) text.copy(data, text.size());
+    ranks.broadcast(bytes, static_cast<int64_t>(r), "warnings");
+    return {std::string(data, static_cast<size_t>(sizes[r]))};
+  }
+  if (std::isfinite(result.loss)) return {};
+  return {fmt::format(
+      "the loss is {} although all weights are finite: an activation overflowed (`lockstep dump "
+      "--modules '*'` shows which)",
+      result.loss)};
 }
 
 }  // namespace
@@ -73,6 +95,7 @@ RunOutput execute_run(const RunSpec& run,
   output.num_targets = result.num_targets;
   output.grads = std::move(result.grads);
   output.trace = std::move(result.trace);
+  output.warnings = warnings_of(result, ranks);
   output.forward_s = result.forward_s;
   output.backward_s = result.backward_s;
   output.cu_seqlens = work.documents.packing.cu_seqlens();

@@ -3,6 +3,7 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <cmath>
 #include <set>
 
 #include "harness/launch/schema.hpp"
@@ -16,13 +17,22 @@ bool like_logits(const std::string& name, const Tensor& tensor) {
   return name.ends_with("logits") && tensor.dim() == 2 && tensor.is_floating_point();
 }
 
+std::string shape_text(const Tensor& tensor) {
+  return fmt::format("[{}]", fmt::join(tensor.sizes(), ", "));
+}
+
 void fill_row(const FileComparePlan& plan,
               const Tensor& got,
               const Tensor& want,
               const TensorFile* floor,
               TensorRow& row) {
   row.result = golden::compare(got, want, row.left);
-  row.first = first_divergence(plan.metric, plan.limit, got, want, row.left, {}, {});
+  const auto own = plan.per.find(row.result.ulp_dtype);
+  row.limit = own != plan.per.end() ? own->second : plan.limit;
+  row.first = first_divergence(plan.metric, row.limit, got, want, row.left, {}, {});
+  if (!row.result.same_dtype() || row.result.num_different == 0) {
+    row.note += row.result.why_not_bitwise();
+  }
   if (like_logits(row.left, got)) {
     row.kl = measure("kl", got, want, row.left);
     row.top1 = measure("top1", got, want, row.left);
@@ -33,13 +43,57 @@ void fill_row(const FileComparePlan& plan,
       row.floor = measure("rel_l2", floor->load(row.right), want, row.right);
     }
   }
-  if (!plan.limit) {
+  row.value = measure(plan.metric, got, want, row.left);
+  if (!row.limit) {
     row.pass = row.result.bitwise();
     return;
   }
   const MetricInfo* metric = find_metric(plan.metric);
-  const double value = measure(plan.metric, got, want, row.left);
-  row.pass = metric != nullptr && metric->at_least ? value >= *plan.limit : value <= *plan.limit;
+  row.pass =
+      metric != nullptr && metric->at_least ? row.value >= *row.limit : row.value <= *row.limit;
+}
+
+/// A bound that nothing can meet, or nothing can miss, is a slip of the keyboard.
+void check_limit(const std::string& metric, double limit) {
+  if (metric == "cosine") {
+    LOCKSTEP_CHECK(limit >= -1 && limit <= 1,
+                   kInput,
+                   "--limit {}: cosine lies between -1 and 1; give the least value that passes, "
+                   "such as 0.999",
+                   limit);
+    return;
+  }
+  LOCKSTEP_CHECK(limit >= 0 && std::isfinite(limit),
+                 kInput,
+                 "--limit {}: {} is judged by a finite bound of at least 0, such as 1e-5; leave "
+                 "--limit out to ask for equal bits",
+                 limit,
+                 metric);
+}
+
+bool matches_any(const std::vector<std::string>& patterns, const std::string& name) {
+  return std::any_of(patterns.begin(), patterns.end(), [&](const std::string& pattern) {
+    return match_pattern(pattern, name).has_value();
+  });
+}
+
+/// Every pattern has to match something: one that does not is misspelt.
+void check_patterns(const FileComparePlan& plan, const std::vector<std::string>& names) {
+  for (const std::string& pattern : plan.only) {
+    const bool used = std::any_of(names.begin(), names.end(), [&](const std::string& name) {
+      return matches_any({pattern}, name);
+    });
+    if (used) continue;
+    const std::string near = pattern.empty() ? "" : did_you_mean(pattern, names);
+    fail(ErrorKind::kInput,
+         "--only {}: matches no tensor of {}, which holds {} tensors, such as '{}'{}; * stands for "
+         "any characters",
+         pattern.empty() ? "''" : pattern,
+         plan.left.string(),
+         names.size(),
+         names.front(),
+         near);
+  }
 }
 
 }  // namespace
@@ -57,17 +111,23 @@ FileComparison compare_files(const FileComparePlan& plan) {
                  plan.metric,
                  fmt::join(usable, ", "),
                  did_you_mean(plan.metric, usable));
+  if (plan.limit) check_limit(plan.metric, *plan.limit);
+  for (const auto& [dtype, limit] : plan.per) check_limit(plan.metric, limit);
   const auto left = open_tensor_file(plan.left), right = open_tensor_file(plan.right);
   const auto floor = plan.floor.empty() ? nullptr : open_tensor_file(plan.floor);
   const std::vector<std::string> left_names = left->names(), right_names = right->names();
+  for (const auto* side : {&left_names, &right_names}) {
+    LOCKSTEP_CHECK(!side->empty(),
+                   kInput,
+                   "compare: {} holds no tensors; check that whatever wrote it got as far as "
+                   "writing them",
+                   (side == &left_names ? plan.left : plan.right).string());
+  }
+  check_patterns(plan, left_names);
   std::set<std::string> unused(right_names.begin(), right_names.end());
   FileComparison out;
   for (const std::string& name : left_names) {
-    const bool wanted = plan.only.empty() ||
-                        std::any_of(plan.only.begin(), plan.only.end(), [&](const auto& pattern) {
-                          return match_pattern(pattern, name).has_value();
-                        });
-    if (!wanted) continue;
+    if (!plan.only.empty() && !matches_any(plan.only, name)) continue;
     const std::optional<std::string> mapped = plan.map.translate(name);
     if (!mapped || !std::binary_search(right_names.begin(), right_names.end(), *mapped)) {
       out.only_left.push_back(name);
@@ -80,12 +140,17 @@ FileComparison compare_files(const FileComparePlan& plan) {
     try {
       Tensor got = left->load(name);
       const Tensor want = right->load(*mapped);
-      if (got.dim() != want.dim() && got.numel() == want.numel()) got = got.reshape(want.sizes());
+      if (got.dim() != want.dim() && got.numel() == want.numel()) {
+        row.note = fmt::format("shapes {} against {}; ", shape_text(got), shape_text(want));
+        got = got.reshape(want.sizes());
+      }
       fill_row(plan, got, want, floor.get(), row);
     } catch (const Error& error) {
       if (error.kind() != ErrorKind::kShape) throw;
       row.problem = error.what();
+      row.note.clear();
     }
+    if (row.note.ends_with("; ")) row.note.resize(row.note.size() - 2);
     out.rows.push_back(std::move(row));
   }
   if (!out.rows.empty() && plan.only.empty() && plan.map.empty()) {
@@ -99,10 +164,10 @@ FileComparison compare_files(const FileComparePlan& plan) {
                  "tensors, such as '{}'); names have to be equal or translated by --module-map",
                  plan.left.string(),
                  left_names.size(),
-                 left_names.empty() ? "" : left_names.front(),
+                 left_names.front(),
                  plan.right.string(),
                  right_names.size(),
-                 right_names.empty() ? "" : right_names.front());
+                 right_names.front());
   return out;
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <filesystem>
+#include <map>
 #include <optional>
 #include <string>
 #include <vector>
@@ -17,7 +18,8 @@ struct FileComparePlan {
   ModuleMap map;                      ///< names of the left file -> names of the right one
   std::vector<std::string> only;      ///< patterns of left names; empty: all
   std::string metric = "rel_l2";
-  std::optional<double> limit;  ///< empty: bits must be equal
+  std::optional<double> limit;           ///< empty: bits and dtypes must be equal
+  std::map<at::ScalarType, double> per;  ///< limits of pairs whose coarser dtype this is
 };
 
 struct TensorRow {
@@ -25,7 +27,10 @@ struct TensorRow {
   golden::Comparison result;
   std::optional<double> kl, top1;  ///< two-dimensional floating tensors named like logits
   std::optional<double> floor;     ///< rel_l2 of the floor file against the right one
-  std::string first;               ///< first divergence, empty when bits are equal
+  std::optional<double> limit;     ///< the one that judged it; empty: equal bits
+  double value = 0;                ///< of the plan's metric
+  std::string first;               ///< first divergence, empty when all values are equal
+  std::string note;                ///< dtypes or shapes that differ, though values are compared
   std::string problem;             ///< shapes or dtypes that cannot be compared
   bool pass = false;
 };
@@ -36,7 +41,10 @@ struct FileComparison {
   [[nodiscard]] bool pass() const;
 };
 
-/// Throws kInput for unreadable files, or when no name of the left file is in the right one.
+/// Values are compared in float64 whatever the dtypes, and dtypes that differ are noted. Without a
+/// limit a tensor passes when dtype and bytes are equal. Throws kInput for unreadable files, files
+/// without tensors, patterns that match nothing, limits that are no bound of the metric, and when
+/// no name of the left file is in the right one.
 FileComparison compare_files(const FileComparePlan& plan);
 
 }  // namespace lockstep::harness

@@ -17,7 +17,7 @@ Threshold threshold_of(std::string_view metric, std::optional<double> limit, con
   if (metric == "ulp_max") return {Threshold::Metric::kUlp, *limit};
   if (metric == "max_abs") return {Threshold::Metric::kAbs, *limit};
   if (metric == "rel_l2" && want.numel() > 0) {
-    const Tensor wide = want.to(at::kDouble).nan_to_num();
+    const Tensor wide = want.to(at::kDouble).nan_to_num(0.0, 0.0, 0.0);
     const double rms = std::sqrt(wide.square().mean().item<double>());
     return {Threshold::Metric::kAbs, 3.0 * *limit * rms};
   }

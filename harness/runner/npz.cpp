@@ -235,7 +235,8 @@ Tensor parse_npy(const std::string& bytes, const std::string& what) {
   const auto dtype = npy_dtype(descr);
   check(dtype.has_value(),
         fmt::format("dtype '{}' is not one of float64, float32, float16, bfloat16, int64, int32, "
-                    "int16, int8, uint8, bool in little-endian order",
+                    "int16, int8, uint8, bool in little-endian order; leave arrays of strings and "
+                    "objects out",
                     descr));
   const bool fortran = header_field(header, "fortran_order", ',').starts_with("True");
   const std::string shape_text = header_field(header, "shape", ')');

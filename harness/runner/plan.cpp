@@ -1,6 +1,7 @@
 #include "harness/runner/plan.hpp"
 
 #include <algorithm>
+#include <nlohmann/json.hpp>
 
 #include "golden/store/golden_case.hpp"
 #include "harness/launch/paths.hpp"
@@ -51,47 +52,129 @@ void check_scenario(const ScenarioSet& set, const parallel::Session& session) {
   }
 }
 
-std::string describe_plan(const ScenarioSet& set, const parallel::Session& session) {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+std::string model_text(const ModelSpec& model) {
+  return !model.preset.empty()       ? "preset " + model.preset
+         : !model.checkpoint.empty() ? model.checkpoint.string()
+                                     : "golden " + model.golden;
+}
+
+Json model_json(const ModelSpec& model, const model::ModelConfig& config) {
+  Json out;
+  if (!model.preset.empty()) out["preset"] = model.preset;
+  if (!model.checkpoint.empty()) out["checkpoint"] = model.checkpoint.string();
+  if (!model.golden.empty()) out["golden"] = model.golden;
+  out["num_hidden_layers"] = config.num_hidden_layers;
+  out["hidden_size"] = config.hidden_size;
+  out["vocab_size"] = config.vocab_size;
+  return out;
+}
+
+Json data_json(const DataSpec& data) {
+  if (!data.file.empty()) return {{"file", data.file.string()}};
+  if (!data.documents.empty()) return {{"documents", data.documents}, {"seed", data.seed}};
+  return nullptr;
+}
+
+/// Where the ranks of a run come from.
+std::string_view place_of(const RunSpec& run, const parallel::Session& session) {
+  return run.topology.num_ranks() == 1 ? "process" : session.under_mpi() ? "this mpirun" : "mpirun";
+}
+
+Json run_json(const RunSpec& run, const parallel::Session& session) {
+  Json numerics = Json::object();
+  for (const auto& [id, value] : run.numerics) numerics[id] = value;
+  return {{"name", run.name},
+          {"engine", run.engine},
+          {"policy", run.policy},
+          {"numerics", numerics},
+          {"device", run.device},
+          {"topology", model::to_string(run.topology)},
+          {"ranks", run.topology.num_ranks()},
+          {"ranks_from", place_of(run, session)},
+          {"grads", run.grads}};
+}
+
+Json compare_json(const CompareSpec& compare) {
+  return {{"left", compare.left},
+          {"right", compare.right},
+          {"what", compare.what},
+          {"metric", compare.metric},
+          {"limit",
+           compare.golden_limit ? Json("golden")
+           : compare.limit      ? Json(*compare.limit)
+                                : Json(nullptr)}};
+}
+
+std::string run_text(const RunSpec& run, const parallel::Session& session) {
+  const int64_t ranks = run.topology.num_ranks();
+  return fmt::format("  run {}: {} {} on {} ({}{})\n",
+                     run.name,
+                     run.engine,
+                     numerics_of(run).name(),
+                     run.device,
+                     model::to_string(run.topology),
+                     ranks == 1            ? ", in this process"
+                     : session.under_mpi() ? ", ranks of this mpirun"
+                                           : fmt::format(", mpirun -n {}", ranks));
+}
+
+std::string compare_text(const CompareSpec& compare) {
+  return fmt::format("  compare {} with {}: {} {}{}\n",
+                     compare.left,
+                     compare.right,
+                     compare.what,
+                     compare.metric,
+                     compare.golden_limit ? ", limit from the stored spread"
+                     : compare.limit      ? fmt::format(", limit {}", format_number(*compare.limit))
+                                          : ", recorded");
+}
+
+}  // namespace
+
+ScenarioPlan describe_plan(const ScenarioSet& set, const parallel::Session& session) {
   check_scenario(set, session);
-  std::string text = fmt::format("{} ({}){}\n",
-                                 set.name,
-                                 set.file.string(),
-                                 set.description.empty() ? "" : ": " + set.description);
+  ScenarioPlan plan;
+  plan.text = fmt::format("{} ({}){}\n",
+                          set.name,
+                          set.file.string(),
+                          set.description.empty() ? "" : ": " + set.description);
+  Json points = Json::array();
   for (const ScenarioPoint& point : set.points) {
     const Scenario& s = point.scenario;
     const model::ModelConfig config = resolve_config(s.model);
-    if (set.points.size() > 1) text += fmt::format("  point {}\n", point.label());
-    text += fmt::format("  model {}: {} layers, hidden {}, vocabulary {}\n",
-                        !s.model.preset.empty()       ? "preset " + s.model.preset
-                        : !s.model.checkpoint.empty() ? s.model.checkpoint.string()
-                                                      : "golden " + s.model.golden,
-                        config.num_hidden_layers,
-                        config.hidden_size,
-                        config.vocab_size);
+    if (set.points.size() > 1) plan.text += fmt::format("  point {}\n", point.label());
+    plan.text += fmt::format("  model {}: {} layers, hidden {}, vocabulary {}\n",
+                             model_text(s.model),
+                             config.num_hidden_layers,
+                             config.hidden_size,
+                             config.vocab_size);
+    Json runs = Json::array(), compares = Json::array();
     for (const RunSpec& run : s.runs) {
-      const int64_t ranks = run.topology.num_ranks();
-      text += fmt::format("  run {}: {} {} on {} ({}{})\n",
-                          run.name,
-                          run.engine,
-                          numerics_of(run).name(),
-                          run.device,
-                          model::to_string(run.topology),
-                          ranks == 1            ? ", in this process"
-                          : session.under_mpi() ? ", ranks of this mpirun"
-                                                : fmt::format(", mpirun -n {}", ranks));
+      plan.text += run_text(run, session);
+      runs.push_back(run_json(run, session));
     }
     for (const CompareSpec& compare : s.compares) {
-      text += fmt::format("  compare {} with {}: {} {}{}\n",
-                          compare.left,
-                          compare.right,
-                          compare.what,
-                          compare.metric,
-                          compare.golden_limit ? ", limit from the stored spread"
-                          : compare.limit ? fmt::format(", limit {}", format_number(*compare.limit))
-                                          : ", recorded");
+      plan.text += compare_text(compare);
+      compares.push_back(compare_json(compare));
     }
+    points.push_back({{"label", point.label()},
+                      {"model", model_json(s.model, config)},
+                      {"data", data_json(s.data)},
+                      {"runs", runs},
+                      {"compares", compares}});
   }
-  return text;
+  plan.json = Json{
+      {"name", set.name},
+      {"file", set.file.string()},
+      {"description", set.description},
+      {"tags", set.tags},
+      {"points",
+       points}}.dump(2);
+  return plan;
 }
 
 }  // namespace lockstep::harness

@@ -8,9 +8,16 @@
 
 namespace lockstep::harness {
 
+struct ScenarioPlan {
+  std::string text;  ///< lines for people
+  /// An object: name, file, description, tags, points; of each point label, model, data, runs,
+  /// compares.
+  std::string json;
+};
+
 /// Checks a scenario as far as possible without computing (models resolve, goldens exist, ranks
 /// suffice) and describes what would happen, for --dry-run.
-std::string describe_plan(const ScenarioSet& set, const parallel::Session& session);
+ScenarioPlan describe_plan(const ScenarioSet& set, const parallel::Session& session);
 
 /// Everything that must hold before any rank computes, beyond what loading checked: models resolve,
 /// stored cases named by compares are there and intact, an mpirun around us has enough ranks.

@@ -46,7 +46,8 @@ void save_run(const fs::path& folder, const RunSpec& run, const RunOutput& outpu
                   {"seconds", output.seconds},
                   {"forward_s", output.forward_s},
                   {"backward_s", output.backward_s},
-                  {"peak_bytes", output.peak_bytes}};
+                  {"peak_bytes", output.peak_bytes},
+                  {"warnings", output.warnings}};
   const std::string text = meta.dump(2) + "\n";
   model::AtomicFile file((folder / "run.json").string());
   file.write(text.data(), text.size());
@@ -75,6 +76,7 @@ RunOutput load_run(const fs::path& folder) {
     output.forward_s = meta.at("forward_s");
     output.backward_s = meta.at("backward_s");
     output.peak_bytes = meta.at("peak_bytes");
+    output.warnings = meta.at("warnings").get<std::vector<std::string>>();
     const model::Safetensors tensors =
         model::Safetensors::open((folder / "rank0.safetensors").string());
     if (tensors.contains("logits")) output.logits = tensors.load("logits");

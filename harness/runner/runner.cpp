@@ -117,11 +117,9 @@ void ScenarioRun::fail_scenario(const Error& error) {
 
 void ScenarioRun::agree(std::optional<Error> error) {
   if (world_.size() > 1) {
-    const int64_t deadline = parallel::comm_timeout_ms();
-    parallel::set_comm_timeout_ms(24LL * 3600 * 1000);  // one rank may compute for long
+    const parallel::PatientWaits patient;  // one rank may compute for long
     const int64_t worst = world_.all_reduce_max(error ? static_cast<int64_t>(error->kind()) + 1 : 0,
                                                 "state of the run");
-    parallel::set_comm_timeout_ms(deadline);
     if (worst != 0 && !error) {
       throw Error(static_cast<ErrorKind>(worst - 1), "another rank failed; rank 0 reports why");
     }
@@ -167,6 +165,8 @@ RunOutput ScenarioRun::compute(const ScenarioPoint& point,
                                         set_.file.string(),
                                         "--point",
                                         std::to_string(index),
+                                        "--comm-timeout-ms",
+                                        std::to_string(point.scenario.comm_timeout_ms),
                                         "--run",
                                         run.name,
                                         "--out",
@@ -223,6 +223,7 @@ RunOutput ScenarioRun::obtain(const ScenarioPoint& point,
                   model::to_string(run.topology),
                   output.tokens,
                   output.seconds));
+  for (const std::string& warning : output.warnings) say(fmt::format("  warning: {}", warning));
   return output;
 }
 
@@ -254,6 +255,11 @@ void ScenarioRun::record_run(const ScenarioPoint& point,
                      {"forward", output.forward_s, "s"},
                      {"targets", static_cast<double>(output.num_targets), "tokens"}};
   if (run.grads) record.measures.push_back({"backward", output.backward_s, "s"});
+  // Comparisons count a NaN on both sides as equal; such a run must not pass for that.
+  if (!output.warnings.empty()) {
+    record.status = Status::kFail;
+    record.reason = output.warnings.front();
+  }
   result_.runs.push_back(std::move(record));
 }
 

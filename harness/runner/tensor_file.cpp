@@ -48,6 +48,10 @@ std::unique_ptr<TensorFile> open_tensor_file(const std::filesystem::path& path) 
   LOCKSTEP_CHECK(
       in.good(), kInput, "opening {}: not readable; check its permissions", path.string());
   in.read(magic, sizeof magic);
+  LOCKSTEP_CHECK(in.gcount() > 0,
+                 kInput,
+                 "opening {}: the file is empty (0 bytes); whatever wrote it did not finish",
+                 path.string());
   if (std::memcmp(magic, "\x89HDF\r\n\x1a\n", 8) == 0) return std::make_unique<Hdf5File>(path);
   if (std::memcmp(magic, "PK\x03\x04", 4) == 0 || std::memcmp(magic, "PK\x05\x06", 4) == 0) {
     return open_npz(path);

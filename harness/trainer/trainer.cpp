@@ -6,6 +6,7 @@
 #include <cmath>
 #include <limits>
 
+#include "harness/trainer/finite_source.hpp"
 #include "harness/trainer/parameters.hpp"
 #include "harness/trainer/router_load.hpp"
 #include "harness/trainer/trace.hpp"
@@ -39,7 +40,7 @@ struct Trainer::Impl {
   Impl(std::shared_ptr<const model::WeightSource> source_in,
        TrainerOptions options_in,
        const parallel::Mesh& mesh_in)
-      : source(std::move(source_in)),
+      : source(std::make_shared<FiniteSource>(std::move(source_in), &non_finite)),
         options(std::move(options_in)),
         mesh(mesh_in),
         config(source->config()) {
@@ -92,6 +93,7 @@ struct Trainer::Impl {
   template <typename PickTensor>
   std::map<std::string, Tensor> whole(bool trainable_only, PickTensor&& pick) const;
 
+  NonFiniteWeights non_finite;
   std::shared_ptr<const model::WeightSource> source;
   TrainerOptions options;
   const parallel::Mesh& mesh;
@@ -201,6 +203,7 @@ TrainerResult Trainer::Impl::run(const Documents& documents) {
       result.trace.emplace_back(name, gather(in_batch, name));
     }
   }
+  result.non_finite = non_finite.text();
   result.peak_rss_bytes = peak_rss_bytes();
   return result;
 }

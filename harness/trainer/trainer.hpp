@@ -53,6 +53,7 @@ struct TrainerResult {
   int64_t local_begin = 0;               ///< first global row held here
   double forward_s = 0, backward_s = 0;  ///< wall time on this rank
   int64_t peak_rss_bytes = 0;            ///< of the process, high-water mark
+  std::string non_finite;  ///< what is wrong with the weights this rank loaded; empty: nothing
 };
 
 struct TrainStep {

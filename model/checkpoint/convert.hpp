@@ -47,6 +47,7 @@ struct Inspection {
   std::string text;   ///< for people
   std::string json;   ///< keys: folder, files, tensors, totals, config, naming, dropped, problems
   bool fits = false;  ///< config and tensors belong together
+  std::string problems;  ///< why they do not
 };
 
 /// What a checkpoint folder holds, from headers alone. A config or tensors that do not fit are

@@ -101,7 +101,7 @@ Inspection inspect(const std::string& folder, ConfigDefaults defaults) {
   text += fmt::format("not part of the text model: {} tensors\n", found.dropped.size());
   text += "config: " + (found.config.empty() ? std::string("unreadable") : found.config) +
           "\ntensors:\n" + table;
-  return {text, json.dump(2) + "\n", found.problems.empty()};
+  return {text, json.dump(2) + "\n", found.problems.empty(), found.problems};
 }
 
 }  // namespace lockstep::model

@@ -48,8 +48,12 @@ size_t skip_blanks(std::string_view text, size_t at) {
 void check_json(std::string_view text, std::string_view origin) {
   std::vector<std::set<std::string>> keys;
   std::string repeated;
-  const auto watch = [&](int, nlohmann::json::parse_event_t event, nlohmann::json& value) {
+  // Taking down a value recurses, so nesting is bounded while it is read.
+  constexpr int kDeepest = 64;
+  const auto watch = [&](int depth, nlohmann::json::parse_event_t event, nlohmann::json& value) {
     using Event = nlohmann::json::parse_event_t;
+    LOCKSTEP_CHECK(
+        depth <= kDeepest, kInput, "{}: lists or objects nest more than {} deep", origin, kDeepest);
     if (event == Event::object_start) keys.emplace_back();
     if (event == Event::object_end) keys.pop_back();
     if (event == Event::key && !keys.back().insert(value.get<std::string>()).second) {

@@ -9,7 +9,8 @@
 namespace lockstep::model {
 
 /// Throws kInput naming `origin` unless `text` is one JSON document (UTF-8) in which no object
-/// repeats a key. The message carries line and column, or the path of the repeated key.
+/// repeats a key and nothing nests more than 64 deep. The message carries line and column, or the
+/// path of the repeated key.
 void check_json(std::string_view text, std::string_view origin);
 
 /// One member of an object: its decoded key and the bytes of its value as written.

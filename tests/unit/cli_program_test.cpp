@@ -1,68 +1,12 @@
 // The built program as users meet it: exit codes, one clear error, no output left behind by a
 // failure.
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
-#include <filesystem>
-#include <fstream>
 #include <nlohmann/json.hpp>
 #include <set>
 
-#include "harness/launch/mpi_start.hpp"
-#include "model/checkpoint/safetensors.hpp"
+#include "tests/unit/cli_program_support.hpp"
 
 namespace lockstep::harness {
 namespace {
-
-namespace fs = std::filesystem;
-using ::testing::HasSubstr;
-using ::testing::Not;
-
-class Program : public testing::Test {
- protected:
-  void SetUp() override {
-    const auto* info = testing::UnitTest::GetInstance()->current_test_info();
-    folder_ = fs::path(testing::TempDir()) / (std::string("lockstep_cli_") + info->name());
-    fs::remove_all(folder_);
-    fs::create_directories(folder_);
-    write("docs.json", R"({"documents": [[1, 2, 3, 4, 5, 6, 7], [8], [9, 10, 11]]})");
-  }
-  void TearDown() override { fs::remove_all(folder_); }
-
-  [[nodiscard]] std::string path(const std::string& name) const {
-    return (folder_ / name).string();
-  }
-  void write(const std::string& name, const std::string& text) const {
-    std::ofstream(folder_ / name) << text;
-  }
-
-  static Outcome lockstep(std::vector<std::string> words) {
-    words.insert(words.begin(), std::string(LOCKSTEP_BINARY_DIR) + "/lockstep");
-    return run_command(words);
-  }
-  /// logits of the small checkpoint, with more words behind.
-  Outcome logits(const std::vector<std::string>& more,
-                 const std::string& docs = "docs.json") const {
-    std::vector<std::string> words = {
-        "logits", "--model", kModel, "--docs", path(docs), "--out", path("out.safetensors")};
-    words.insert(words.end(), more.begin(), more.end());
-    return lockstep(words);
-  }
-  /// The command ends with this code, says all of these in one block, and leaves no output.
-  void expect_refused(const Outcome& outcome,
-                      int code,
-                      const std::vector<std::string>& parts) const {
-    EXPECT_EQ(outcome.exit_code, code) << outcome.errors;
-    for (const std::string& part : parts) EXPECT_THAT(outcome.errors, HasSubstr(part));
-    for (const auto& entry : fs::directory_iterator(folder_)) {
-      EXPECT_THAT(entry.path().filename().string(), Not(HasSubstr("out")))
-          << "left behind by a failure";
-    }
-  }
-
-  const std::string kModel = std::string(LOCKSTEP_SOURCE_DIR) + "/golden/data/hf-tiny/released";
-  fs::path folder_;
-};
 
 TEST_F(Program, EveryCommandExplainsItself) {
   for (const char* command : {"run",
@@ -93,6 +37,20 @@ TEST_F(Program, WrongCommandLinesAreExitTwoWithAHint) {
   expect_refused(lockstep({}), 2, {"--help"});
   expect_refused(lockstep({"golden"}), 2, {"golden"});
   expect_refused(lockstep({"bench", "--repeats", "0"}), 2, {"repeats"});
+  expect_refused(lockstep({"dump",
+                           "--model",
+                           kModel,
+                           "--docs",
+                           path("docs.json"),
+                           "--modules",
+                           "",
+                           "--out",
+                           path("out.h5")}),
+                 2,
+                 {"--modules", "is empty"});
+  expect_refused(lockstep({"run", path("docs.json"), "--tag", ""}), 2, {"--tag", "is empty"});
+  expect_refused(logits({"--comm-timeout-ms", "0"}), 2, {"--comm-timeout-ms"});
+  expect_refused(lockstep({"list", "presets", "--policy", "float32"}), 2, {"--policy"});
 }
 
 TEST_F(Program, BenchGivesTimesByOperatorAndGrowthAsJson) {
@@ -155,6 +113,8 @@ TEST_F(Program, LogitsRefusesBadInputAndLeavesNothing) {
           {"logits", "--model", kModel, "--docs", path("docs.json"), "--out", path("docs.json")}),
       2,
       {"--docs", "name another"});
+  write("twice.json", R"({"documents": [[1]], "documents": [[2]]})");
+  expect_refused(logits({}, "twice.json"), 2, {"twice.json", "\"documents\" appears twice"});
   expect_refused(logits({}, "no-docs.json"), 2, {"no-docs.json"});
   write("broken.json", "{\"documents\": [[1, 2], [3");
   expect_refused(logits({}, "broken.json"), 2, {"broken.json"});
@@ -247,41 +207,6 @@ TEST_F(Program, DocumentsWithoutTargetsHaveLossZero) {
   EXPECT_THAT(outcome.output, HasSubstr("\"loss\": 0,"));
 }
 
-TEST_F(Program, AKilledRankIsACommunicationFailureThatNamesIt) {
-  write("long.toml", R"(
-[model]
-preset = "mini"
-[data]
-documents = [30000]
-[run.a]
-topology = { cp = 2 }
-policy = "float64"
-grads = true
-)");
-  // The launcher puts a shell in front of each rank, and that of rank 1 kills it (exec keeps the
-  // process id).
-  write("rank",
-        "[ \"$OMPI_COMM_WORLD_RANK\" = 1 ] && (sleep 1; kill -9 $$) &\n"
-        "exec \"$@\"\n");
-  write("killer",
-        "#!/bin/bash\n"
-        "options=()\n"
-        "while [[ $# -gt 0 && $1 != */lockstep ]]; do options+=(\"$1\"); shift; done\n"
-        "[[ $# -eq 0 ]] && exec mpirun \"${options[@]}\"\n"
-        "exec mpirun \"${options[@]}\" sh " +
-            path("rank") + " \"$@\"\n");
-  fs::permissions(path("killer"), fs::perms::owner_all);
-  const Outcome outcome = run_command({std::string(LOCKSTEP_BINARY_DIR) + "/lockstep",
-                                       "run",
-                                       path("long.toml"),
-                                       "--out",
-                                       path("result")},
-                                      {"LOCKSTEP_MPIRUN=" + path("killer")});
-  EXPECT_EQ(outcome.exit_code, 3) << outcome.errors << outcome.output;
-  EXPECT_THAT(outcome.errors, HasSubstr("signal 9"));
-  EXPECT_THAT(outcome.errors, HasSubstr("rank"));
-}
-
 TEST_F(Program, CompareEndsWithOneWhenNumbersDiffer) {
   model::write_safetensors_file(path("a.safetensors"),
                                 {{"x", at::ones({3})}, {"y", at::ones({2})}});
@@ -318,6 +243,11 @@ limit = 1e-11
   EXPECT_EQ(plan.exit_code, 0) << plan.errors;
   EXPECT_THAT(plan.output, HasSubstr("mpirun -n 2"));
   EXPECT_FALSE(fs::exists(path("out")));
+  const Outcome json = lockstep({"run", path("good.toml"), "--dry-run", "--json"});
+  EXPECT_EQ(json.exit_code, 0) << json.errors;
+  for (const char* part : {"\"name\": \"good\"", "\"ranks\": 2", "\"limit\": 1e-11"}) {
+    EXPECT_THAT(json.output, HasSubstr(part));
+  }
   expect_refused(lockstep({"run", path("good.toml"), "--dry-run", "--set", "run.a.policy=nope"}),
                  2,
                  {"--set run.a.policy=nope"});

@@ -1,0 +1,138 @@
+// Ranks of the built program that die or stop: exit code 3, and words about who and what to do.
+#include <chrono>
+
+#include "tests/unit/cli_program_support.hpp"
+
+namespace lockstep::harness {
+namespace {
+
+class Ranks : public Program {
+ protected:
+  void SetUp() override {
+    Program::SetUp();
+    write("long.toml", R"(
+[model]
+preset = "mini"
+[data]
+documents = [30000]
+[run.a]
+topology = { cp = 2 }
+policy = "float64"
+grads = true
+)");
+  }
+
+  /// A launcher that puts a shell in front of each rank. That of rank 1 waits until process `pid`
+  /// has computed for three seconds, so that all ranks have long met, and does `act`. exec keeps
+  /// the process id, which is $$.
+  [[nodiscard]] std::string launcher(const std::string& pid, const std::string& act) const {
+    write("rank",
+          "[ \"$OMPI_COMM_WORLD_RANK\" = 1 ] && (\n"
+          "  while :; do\n"
+          "    sleep 0.2; p=" +
+              pid +
+              "\n"
+              "    [ \"$(cut -d' ' -f14 /proc/$p/stat 2>/dev/null || echo 0)\" -gt 300 ] && break\n"
+              "  done\n"
+              "  touch " +
+              path("struck") + "; " + act + ") &\nexec \"$@\"\n");
+    write("launcher",
+          "#!/bin/bash\n"
+          "options=()\n"
+          "while [[ $# -gt 0 && $1 != */lockstep ]]; do options+=(\"$1\"); shift; done\n"
+          "[[ $# -eq 0 ]] && exec mpirun \"${options[@]}\"\n"
+          "exec mpirun \"${options[@]}\" sh " +
+              path("rank") + " \"$@\"\n");
+    fs::permissions(path("launcher"), fs::perms::owner_all);
+    return path("launcher");
+  }
+  [[nodiscard]] double seconds_since_struck() const {
+    return std::chrono::duration<double>(fs::file_time_type::clock::now() -
+                                         fs::last_write_time(path("struck")))
+        .count();
+  }
+
+  /// `lockstep run` that starts its ranks with this launcher.
+  [[nodiscard]] Outcome run_with(const std::string& launcher, const std::string& timeout_ms) const {
+    return run_command({std::string(LOCKSTEP_BINARY_DIR) + "/lockstep",
+                        "run",
+                        path("long.toml"),
+                        "--comm-timeout-ms",
+                        timeout_ms,
+                        "--out",
+                        path("result")},
+                       {"LOCKSTEP_MPIRUN=" + launcher});
+  }
+
+  /// An mpirun of the user's own around `lockstep run`.
+  [[nodiscard]] Outcome run_under(const std::string& launcher) const {
+    std::vector<std::string> words = mpirun_command(2);
+    words.front() = launcher;
+    for (const std::string& word : {std::string(LOCKSTEP_BINARY_DIR) + "/lockstep",
+                                    std::string("run"),
+                                    path("long.toml"),
+                                    std::string("--out"),
+                                    path("result")}) {
+      words.push_back(word);
+    }
+    return run_command(words);
+  }
+};
+
+TEST_F(Ranks, AKilledRankIsACommunicationFailureThatNamesIt) {
+  const Outcome outcome = run_with(launcher("$$", "kill -9 $$"), "300000");
+  EXPECT_EQ(outcome.exit_code, 3) << outcome.errors << outcome.output;
+  EXPECT_THAT(outcome.errors, HasSubstr("signal 9"));
+  EXPECT_THAT(outcome.errors, HasSubstr("rank"));
+}
+
+TEST_F(Ranks, AKilledRankOfTheUsersMpirunIsTooAndASurvivorTellsIt) {
+  // Under the guard the rank itself is a child of the process that the launcher started.
+  const Outcome outcome =
+      run_under(launcher("$(for c in $(cat /proc/$$/task/$$/children); do "
+                         "[ \"$(cat /proc/$c/comm)\" = lockstep ] && echo $c; done)",
+                         "kill -9 $p"));
+  EXPECT_EQ(outcome.exit_code, 3) << outcome.errors << outcome.output;
+  EXPECT_THAT(outcome.errors, HasSubstr("ended by signal 9"));
+  EXPECT_THAT(outcome.errors, HasSubstr("world_rank 0: told to end"));
+  EXPECT_THAT(outcome.errors, HasSubstr("is gone"));
+}
+
+TEST_F(Ranks, AStoppedRankIsNamedWithTheCallWhenTheDeadlinePasses) {
+  const Outcome outcome = run_with(launcher("$$", "kill -STOP $$"), "6000");
+  EXPECT_EQ(outcome.exit_code, 3) << outcome.errors << outcome.output;
+  EXPECT_LT(seconds_since_struck(), 6 + 10);
+  EXPECT_THAT(outcome.errors, HasSubstr("got no answer in 6"));
+  EXPECT_THAT(outcome.errors, HasSubstr("world_rank 1"));
+  EXPECT_THAT(outcome.errors, HasSubstr("is stopped"));
+  EXPECT_THAT(outcome.errors, HasSubstr("layers."));
+}
+
+TEST_F(Ranks, ARankThatStopsBeforeMpiStartsEndsTheOthersToo) {
+  write("rank", "[ \"$OMPI_COMM_WORLD_RANK\" = 1 ] && kill -STOP $$\nexec \"$@\"\n");
+  write("launcher",
+        "#!/bin/bash\noptions=()\n"
+        "while [[ $# -gt 0 && $1 != */lockstep ]]; do options+=(\"$1\"); shift; done\n"
+        "[[ $# -eq 0 ]] && exec mpirun \"${options[@]}\"\n"
+        "exec mpirun \"${options[@]}\" sh " +
+            path("rank") + " \"$@\"\n");
+  fs::permissions(path("launcher"), fs::perms::owner_all);
+  const Outcome outcome = run_with(path("launcher"), "3000");
+  EXPECT_EQ(outcome.exit_code, 3) << outcome.errors << outcome.output;
+  EXPECT_THAT(outcome.errors, HasSubstr("did not meet within the deadline"));
+}
+
+TEST_F(Ranks, BadInputUnderMpirunIsToldOnce) {
+  write("long.toml", "[model]\npreset = \"none\"\n");
+  const Outcome outcome = run_under("mpirun");
+  EXPECT_EQ(outcome.exit_code, 2) << outcome.errors;
+  size_t blocks = 0;
+  for (size_t at = outcome.errors.find("lockstep run:"); at != std::string::npos;
+       at = outcome.errors.find("lockstep run:", at + 1)) {
+    ++blocks;
+  }
+  EXPECT_EQ(blocks, 1U) << outcome.errors;
+}
+
+}  // namespace
+}  // namespace lockstep::harness
