@@ -4,6 +4,7 @@
 #include <atomic>
 #include <chrono>
 #include <cmath>
+#include <numeric>
 #include <type_traits>
 
 #include "model/base/op_timer.hpp"
@@ -104,12 +105,10 @@ void select_rows(const indexer::Scorer<T>& scorer,
   // Only documents of which some local query sees more pools than it may select are scored.
   std::vector<std::vector<T>> panels(cu.size());
   std::vector<int64_t> scored;
-  int64_t most_pools = 0;
   for (const Segment& s : packing.segments()) {
     const int64_t pools = (s.position + s.length()) / params.kpool;
     if (budget == 0 || pools <= budget) continue;
     scored.push_back(s.document);
-    most_pools = std::max(most_pools, pools);
   }
   dynamic_tasks(static_cast<int64_t>(scored.size()), [&](int64_t) {
     return [&](int64_t task) {
@@ -126,19 +125,20 @@ void select_rows(const indexer::Scorer<T>& scorer,
     // Scratch of one thread, filled on the first block that needs it.
     return [&,
             scratch = indexer::Scratch<T>(),
-            keys = std::vector<indexer::SortKey<T>>(),
             pools = std::vector<int32_t>(static_cast<size_t>(budget))](int64_t task) mutable {
       const QueryBlock& block = blocks[static_cast<size_t>(task)];
       const auto d = static_cast<size_t>(block.document);
       int64_t visible[indexer::kQueryBlock];
       bool any = false;
       for (int64_t i = 0; i < block.count; ++i) {
-        const int64_t full = (block.position + i + 1) / params.kpool;
+        const int64_t seen = block.position + i + 1, full = seen / params.kpool;
+        const bool completes = seen % params.kpool == 0;
         visible[i] = full > budget && budget > 0 ? full : 0;
-        any = any || visible[i] > 0;
+        if (visible[i] == 0) continue;
+        scratch.tops[i].begin(budget, own_pool_first && completes ? full - 1 : -1);
+        any = true;
       }
       if (any) {
-        scratch.scores.resize(static_cast<size_t>(indexer::kQueryBlock * most_pools));
         turns.scoring([&] {
           indexer::score_block(scorer,
                                block.row,
@@ -146,26 +146,17 @@ void select_rows(const indexer::Scorer<T>& scorer,
                                visible,
                                panels[d].data(),
                                pool_scale == nullptr ? nullptr : pool_scale + first_pool[d],
-                               scratch,
-                               scratch.scores.data(),
-                               most_pools);
+                               scratch);
         });
       }
       turns.selecting([&] {
         for (int64_t i = 0; i < block.count; ++i) {
-          const int64_t position = block.position + i, full = (position + 1) / params.kpool;
-          const int64_t taken = std::min(full, budget);
+          const int64_t position = block.position + i;
+          const int64_t taken = std::min((position + 1) / params.kpool, budget);
           if (visible[i] > 0) {
-            const bool completes = (position + 1) % params.kpool == 0;
-            indexer::select_top(scratch.scores.data() + i * most_pools,
-                                full,
-                                budget,
-                                own_pool_first && completes ? full - 1 : -1,
-                                keys,
-                                pools.data());
+            scratch.tops[i].finish(pools.data());
           } else {
-            for (int64_t p = 0; p < taken; ++p)
-              pools[static_cast<size_t>(p)] = static_cast<int32_t>(p);
+            std::iota(pools.begin(), pools.begin() + taken, 0);
           }
           write_row(params, cu[d], position, pools.data(), taken, out + (block.row + i) * width);
         }

@@ -199,11 +199,10 @@ void score_block(const Scorer<T>& s,
                  const int64_t* visible,
                  const T* panels,
                  const T* pool_scale,
-                 Scratch<T>& scratch,
-                 T* scores,
-                 int64_t ld) {
+                 Scratch<T>& scratch) {
   prepare_queries(s, row, n, scratch);
   scratch.dots.resize(static_cast<size_t>(s.heads * kPanel));
+  T scores[kPanel];
   const int64_t most = *std::max_element(visible, visible + n);
   for (int64_t first = 0; first < most; first += kPanel) {
     const T* panel = panels + first * s.d;
@@ -218,84 +217,103 @@ void score_block(const Scorer<T>& s,
                     scratch.dots.data(),
                     kPanel,
                     false);
-      T* out = scores + i * ld + first;
-      reduce_heads(s, scratch.dots.data(), scratch.weight.data() + i * s.heads, columns, out);
+      reduce_heads(s, scratch.dots.data(), scratch.weight.data() + i * s.heads, columns, scores);
       if (pool_scale != nullptr) {
-        for (int64_t j = 0; j < columns; ++j) out[j] *= pool_scale[first + j];
+        for (int64_t j = 0; j < columns; ++j) scores[j] *= pool_scale[first + j];
       }
+      scratch.tops[i].offer(scores, first, columns);
     }
   }
 }
 
 template <typename T>
-void select_top(const T* scores,
-                int64_t m,
-                int64_t k,
-                int64_t forced,
-                std::vector<SortKey<T>>& scratch,
-                int32_t* out) {
+void TopPools<T>::begin(int64_t k, int64_t forced) {
+  k_ = k;
+  forced_ = forced;
+  count_ = 0;
+  bound_ = std::numeric_limits<SortKey<T>>::min();  // no score's key
+  const auto room = static_cast<size_t>(k + std::max(k, kPanel));
+  keys_.resize(room);
+  pools_.resize(room);
+}
+
+template <typename T>
+void TopPools<T>::offer(const T* scores, int64_t first, int64_t n) {
   using K = SortKey<T>;
-  scratch.resize(static_cast<size_t>(m));
-  K* keys = scratch.data();
-  K low = std::numeric_limits<K>::max(), high = std::numeric_limits<K>::min();
-  for (int64_t i = 0; i < m; ++i) keys[i] = sort_key(scores[i]);
-  if (forced >= 0) keys[forced] = std::numeric_limits<K>::max() - 1;
-  for (int64_t i = 0; i < m; ++i) {
-    low = std::min(low, keys[i]);
-    high = std::max(high, keys[i]);
+  constexpr int64_t kBlock = 32;
+  K keys[kPanel];
+  for (int64_t i = 0; i < n; ++i) keys[i] = sort_key(scores[i]);
+  if (forced_ >= first && forced_ < first + n) {
+    keys[forced_ - first] = std::numeric_limits<K>::max() - 1;
   }
+  if (count_ + n > static_cast<int64_t>(keys_.size())) drop_all_but_k();
+  for (int64_t b = 0; b < n; b += kBlock) {
+    const int64_t end = std::min(n, b + kBlock);
+    K any = 0;  // one vectorised look; most blocks of a long row have none
+    for (int64_t i = b; i < end; ++i) any |= keys[i] > bound_ ? K(1) : K(0);
+    if (any == 0) continue;
+    for (int64_t i = b; i < end; ++i) {
+      if (keys[i] <= bound_) continue;
+      keys_[static_cast<size_t>(count_)] = keys[i];
+      pools_[static_cast<size_t>(count_)] = static_cast<int32_t>(first + i);
+      ++count_;
+    }
+  }
+}
+
+template <typename T>
+void TopPools<T>::finish(int32_t* out) {
+  drop_all_but_k();
+  std::copy_n(pools_.data(), k_, out);
+}
+
+template <typename T>
+void TopPools<T>::drop_all_but_k() {
+  using K = SortKey<T>;
+  if (count_ <= k_) return;
+  K* keys = keys_.data();
+  const auto [lowest, highest] = std::minmax_element(keys, keys + count_);
+  K low = *lowest, high = *highest;
   // Bisection for a bound that at least k keys reach and, one higher, fewer than k: each step is
   // one vectorised count, and it usually ends early at a bound that exactly k keys reach.
   using U = std::make_unsigned_t<K>;
   int64_t above = 0;
+  bool exact = false;  // keys >= low are the k
   ++high;
-  for (;;) {
-    const U distance = static_cast<U>(high) - static_cast<U>(low);
-    if (distance <= 1) break;
-    const auto middle = static_cast<K>(static_cast<U>(low) + distance / 2);
-    const int64_t count = count_at_least(keys, m, middle);
-    if (count >= k) {
+  while (!exact && static_cast<U>(high) - static_cast<U>(low) > 1) {
+    const auto middle =
+        static_cast<K>(static_cast<U>(low) + (static_cast<U>(high) - static_cast<U>(low)) / 2);
+    const int64_t reached = count_at_least(keys, count_, middle);
+    if (reached >= k_) {
       low = middle;
-      if (count == k) {
-        // All of them, and no key equal to a bound just below: keys >= low are the answer.
-        above = -1;
-        break;
-      }
+      exact = reached == k_;
     } else {
       high = middle;
-      above = count;
+      above = reached;
     }
-  }
-  if (above < 0) {
-    for (int64_t i = 0, n = 0; n < k; ++i) {
-      out[n] = static_cast<int32_t>(i);
-      n += keys[i] >= low ? 1 : 0;
-    }
-    return;
   }
   // `above` keys exceed low; the rest of the k are the first keys equal to it.
-  int64_t ties = k - above;
-  for (int64_t i = 0, n = 0; n < k; ++i) {
-    const bool take = keys[i] > low || (keys[i] == low && ties-- > 0);
-    if (take) out[n++] = static_cast<int32_t>(i);
+  int64_t ties = k_ - above, kept = 0;
+  K least = std::numeric_limits<K>::max();
+  for (int64_t i = 0; kept < k_; ++i) {
+    const K key = keys[i];
+    const bool take = exact ? key >= low : key > low || (key == low && ties-- > 0);
+    if (!take) continue;
+    least = std::min(least, key);
+    keys[kept] = key;
+    pools_[static_cast<size_t>(kept++)] = pools_[static_cast<size_t>(i)];
   }
+  count_ = k_;
+  bound_ = least;
 }
 
 #define LOCKSTEP_INSTANTIATE(T)                                                             \
   template void layer_norm<T>(const T*, const T*, const T*, int64_t, int64_t, T, bool, T*); \
   template void pool<T>(const T*, const T*, const T*, int64_t, int64_t, PoolForm, T*, T*);  \
   template std::vector<T> pack_pools<T>(const T*, int64_t, int64_t);                        \
-  template void score_block<T>(const Scorer<T>&,                                            \
-                               int64_t,                                                     \
-                               int64_t,                                                     \
-                               const int64_t*,                                              \
-                               const T*,                                                    \
-                               const T*,                                                    \
-                               Scratch<T>&,                                                 \
-                               T*,                                                          \
-                               int64_t);                                                    \
-  template void select_top<T>(                                                              \
-      const T*, int64_t, int64_t, int64_t, std::vector<SortKey<T>>&, int32_t*);
+  template void score_block<T>(                                                             \
+      const Scorer<T>&, int64_t, int64_t, const int64_t*, const T*, const T*, Scratch<T>&); \
+  template class TopPools<T>;
 LOCKSTEP_INSTANTIATE(float)
 LOCKSTEP_INSTANTIATE(double)
 #undef LOCKSTEP_INSTANTIATE

@@ -63,17 +63,44 @@ inline constexpr int64_t kPanel = 192;
 template <typename T>
 std::vector<T> pack_pools(const T* pooled, int64_t num_pools, int64_t d);
 
+/// Integers that sort like scores.
+template <typename T>
+using SortKey = std::conditional_t<sizeof(T) == 4, int32_t, int64_t>;
+
+/// The k largest of a row's scores, taken while they are made: ties to the lower index, NaN
+/// largest, as of the whole row at once. Only scores above the k-th largest so far are kept, a few
+/// of a long row, so that what is left to do after scoring hardly grows with the row.
+template <typename T>
+class TopPools {
+ public:
+  /// Forgets everything. k >= 1. forced >= 0 counts as large as a NaN, whatever its score.
+  void begin(int64_t k, int64_t forced);
+  /// Scores of pools [first, first + n), n <= kPanel; first ascends from call to call.
+  void offer(const T* scores, int64_t first, int64_t n);
+  /// Writes the k largest indices, ascending. At least k scores were offered.
+  void finish(int32_t* out);
+
+ private:
+  void drop_all_but_k();
+
+  std::vector<SortKey<T>> keys_;
+  std::vector<int32_t> pools_;  ///< of keys_, ascending
+  int64_t k_ = 0, forced_ = -1, count_ = 0;
+  SortKey<T> bound_ = 0;  ///< later scores must exceed it
+};
+
 /// Queries of one task: consecutive rows of one document. Scratch of one thread.
 inline constexpr int64_t kQueryBlock = 16;
 template <typename T>
 struct Scratch {
-  std::vector<T> q, weight, dots, scores;
+  std::vector<T> q, weight, dots;
+  TopPools<T> tops[kQueryBlock];
 };
 
-/// scores[i, 0 .. visible[i]) for n <= kQueryBlock rows from `row`, leading dimension ld. panels as
-/// pack_pools; pool_scale [pools] or null. A score is pool_scale * sum over heads, in ascending
-/// order, of fma(w, max(dot * dot_scale, 0), sum); a dot is one chain over d. Nothing depends on
-/// the block or on other rows.
+/// Offers the scores of pools [0, visible[i]) to scratch.tops[i], begun by the caller, for n <=
+/// kQueryBlock rows from `row`. panels as pack_pools; pool_scale [pools] or null. A score is
+/// pool_scale * sum over heads, in ascending order, of fma(w, max(dot * dot_scale, 0), sum); a dot
+/// is one chain over d. Nothing depends on the block or on other rows.
 template <typename T>
 void score_block(const Scorer<T>& scorer,
                  int64_t row,
@@ -81,22 +108,6 @@ void score_block(const Scorer<T>& scorer,
                  const int64_t* visible,
                  const T* panels,
                  const T* pool_scale,
-                 Scratch<T>& scratch,
-                 T* scores,
-                 int64_t ld);
-
-/// Integers that sort like scores.
-template <typename T>
-using SortKey = std::conditional_t<sizeof(T) == 4, int32_t, int64_t>;
-
-/// Indices of the k largest of scores[0..m), ascending, ties to the lower index, NaN largest. m > k
-/// >= 1. forced >= 0 is always among them. keys is scratch.
-template <typename T>
-void select_top(const T* scores,
-                int64_t m,
-                int64_t k,
-                int64_t forced,
-                std::vector<SortKey<T>>& keys,
-                int32_t* out);
+                 Scratch<T>& scratch);
 
 }  // namespace lockstep::model::indexer

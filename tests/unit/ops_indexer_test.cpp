@@ -5,11 +5,13 @@
 #include <algorithm>
 #include <cmath>
 #include <functional>
+#include <limits>
 #include <numeric>
 #include <vector>
 
 #include "model/base/seeded.hpp"
 #include "model/ops/indexer.hpp"
+#include "model/ops/indexer_kernel.hpp"
 
 namespace lockstep::model {
 namespace {
@@ -274,6 +276,57 @@ TEST(IndexerSelect, TiesWithLargerScoresAboveFillByLowIndex) {
   c.pooled = at::tensor(keys).reshape({40, 1});
   EXPECT_EQ(sets(c.fast(num))[39], (std::vector<int32_t>{1, 2, 7, 20}));
   EXPECT_TRUE(at::equal(c.fast(num), c.plain(num)));
+}
+
+/// The k largest by a stable sort: ties to the lower index, NaN and the forced pool above all.
+std::vector<int32_t> sorted_top(const std::vector<float>& scores, int64_t k, int64_t forced) {
+  std::vector<int32_t> order(scores.size());
+  std::iota(order.begin(), order.end(), 0);
+  const auto rank = [&](int32_t i) {
+    const float score = scores[static_cast<size_t>(i)];
+    return std::isnan(score) || i == forced ? std::pair(1, 0.0F) : std::pair(0, score);
+  };
+  std::stable_sort(
+      order.begin(), order.end(), [&](int32_t a, int32_t b) { return rank(a) > rank(b); });
+  order.resize(static_cast<size_t>(k));
+  std::sort(order.begin(), order.end());
+  return order;
+}
+
+TEST(IndexerSelect, ARunningSelectionEqualsASortOfTheWholeRowInEveryOrder) {
+  constexpr float kInf = std::numeric_limits<float>::infinity();
+  const std::vector<std::pair<const char*, std::function<float(int64_t, float)>>> shapes = {
+      {"random", [](int64_t, float u) { return u; }},
+      {"few values", [](int64_t, float u) { return std::floor(4 * u); }},
+      {"ascending", [](int64_t i, float) { return static_cast<float>(i); }},
+      {"descending", [](int64_t i, float) { return -static_cast<float>(i); }},
+      {"constant", [](int64_t, float) { return -0.0F; }},
+      {"signed zeros", [](int64_t, float u) { return u < 0 ? -0.0F : 0.0F; }},
+      {"NaN and infinities",
+       [](int64_t i, float u) {
+         return i % 97 == 5 ? NAN : i % 31 == 0 ? kInf : u < 0 ? -kInf : u;
+       }},
+      {"all NaN", [](int64_t, float) { return NAN; }}};
+  indexer::TopPools<float> top;
+  for (const auto& [name, shape] : shapes) {
+    for (const int64_t m : {2, 17, 191, 193, 1000, 5000}) {
+      const std::vector<float> u = seeded_uniform(9, name, m);
+      std::vector<float> scores;
+      for (int64_t i = 0; i < m; ++i) scores.push_back(shape(i, u[static_cast<size_t>(i)]));
+      for (const int64_t k : {1, 16, 150, 512}) {
+        if (k >= m) continue;
+        for (const int64_t forced : {int64_t{-1}, m - 1}) {
+          top.begin(k, forced);
+          for (int64_t first = 0; first < m; first += indexer::kPanel) {
+            top.offer(scores.data() + first, first, std::min(indexer::kPanel, m - first));
+          }
+          std::vector<int32_t> got(static_cast<size_t>(k));
+          top.finish(got.data());
+          EXPECT_EQ(got, sorted_top(scores, k, forced)) << name << " m " << m << " k " << k;
+        }
+      }
+    }
+  }
 }
 
 TEST(IndexerSelect, B47TwoPoolsThatDifferByTwoToTheMinusTwelveAreToldApart) {
