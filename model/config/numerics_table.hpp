@@ -351,7 +351,7 @@ inline constexpr std::array<SwitchInfo, kNumSwitches> kSwitches = {{
      "Number of rounded partial sums in row-parallel layers."},
     {"D62", "cp_kda_state", "context-parallel KDA state",
      {"handover", "affine-fp32", "affine-tf32x3"},
-     0, 0, 2, 0,
+     1, 0, 2, 0,
      "State handed from rank to rank, or composed from affine maps."},
     {"D63", "gemm_rows", "GEMM row invariance",
      {"library", "fixed-tiles"},

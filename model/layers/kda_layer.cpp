@@ -6,6 +6,7 @@
 #include "model/layers/split.hpp"
 #include "model/ops/conv.hpp"
 #include "model/ops/kda.hpp"
+#include "model/ops/kda_maps.hpp"
 #include "model/ops/linear.hpp"
 #include "model/ops/norm.hpp"
 
@@ -64,12 +65,26 @@ Tensor kda_mixer(const LayerContext& ctx, int64_t layer, const Tensor& x_TD) {
   in.dt_bias = name.param("self_attn.dt_bias");
   in.cu = cu;
   in.lower_bound = cfg.linear_lower_bound;
-  in.initial_state = ctx.seams.sequence.initial_state(
-      in.q, {heads, dim, dim}, num.acc(), ctx.packing, name("kda state"));
-  const KdaOutput out = timed(
-      "kda", [&] { return ctx.reference ? kda_recurrent_reference(in, num) : kda_chunk(in, num); });
-  const Tensor o_THV =
-      ctx.seams.sequence.hand_over(out.o, out.final_state, ctx.packing, name("kda state"));
+  const Recurrence recurrence{.sizes = {heads, dim, dim},
+                              .dtype = num.acc(),
+                              .anchor = in.q,
+                              .run = [&](const Tensor& state) -> Recurrence::Result {
+                                KdaInput entered = in;
+                                entered.initial_state = state;
+                                const KdaOutput out = timed("kda", [&] {
+                                  return ctx.reference ? kda_recurrent_reference(entered, num)
+                                                       : kda_chunk(entered, num);
+                                });
+                                return {out.o, out.final_state};
+                              },
+                              .last_segment_map = [&] { return kda_last_segment_map(in, num); },
+                              .entry_gradient =
+                                  [in, num](const Tensor& state, const Tensor& dout) {
+                                    KdaInput entered = in;
+                                    entered.initial_state = state;
+                                    return kda_entry_gradient(entered, dout, num);
+                                  }};
+  const Tensor o_THV = ctx.seams.sequence.recur(recurrence, ctx.packing, name("kda state"));
 
   const Tensor gate =
       project(low_rank("g"), "self_attn.g_b_proj.weight").view({tokens, heads, dim});

@@ -2,12 +2,34 @@
 // version does nothing.
 #pragma once
 
+#include <functional>
 #include <string_view>
+#include <utility>
+#include <vector>
 
 #include "model/base/packing.hpp"
 #include "model/base/torch.hpp"
 
 namespace lockstep::model {
+
+/// What a recurrence over the local segments of a row can do. State is [S, sizes...], one per
+/// segment.
+struct Recurrence {
+  struct Result {
+    Tensor o;            ///< [T_local, ...]
+    Tensor final_state;  ///< [S, sizes...], differentiable
+  };
+  std::vector<int64_t> sizes;  ///< of one state
+  at::ScalarType dtype;        ///< of states
+  Tensor anchor;  ///< a local tensor the recurrence is computed from: where a received state's
+                  ///< gradient finds its place in the graph
+  /// Undefined state: zeros. Differentiable, also with respect to the state.
+  std::function<Result(const Tensor& initial_state)> run;
+  /// The last segment as an affine map of its entry state, (A, B): S -> A S + B. No gradients.
+  std::function<std::pair<Tensor, Tensor>()> last_segment_map;
+  /// Gradient of the first segment's entry state, [sizes...], from that of the outputs alone.
+  std::function<Tensor(const Tensor& initial_state, const Tensor& dout)> entry_gradient;
+};
 
 /// All functions are collective over the ranks that share the row, called in the same order by all
 /// of them, and differentiable where stated. `what` names the call in errors.
@@ -30,23 +52,12 @@ class SequenceSeam {
                            const Packing& packing,
                            std::string_view what) = 0;
 
-  /// Recurrent state at the start of each local segment, [S, sizes...]: from the rank that holds
-  /// the tokens before, zeros for documents that start here. Undefined when none continues.
-  /// `anchor` is a local tensor the state's gradient hangs on: its gradient is not changed, but if
-  /// it needs none, none is sent back.
-  virtual Tensor initial_state(const Tensor& anchor,
-                               at::IntArrayRef sizes,
-                               at::ScalarType dtype,
-                               const Packing& packing,
-                               std::string_view what) = 0;
-
-  /// Hands the state after the last local segment to the rank that goes on with its document.
-  /// Returns `o` unchanged; backward takes the state's gradient from that rank. final_state [S,
-  /// ...].
-  virtual Tensor hand_over(const Tensor& o,
-                           const Tensor& final_state,
-                           const Packing& packing,
-                           std::string_view what) = 0;
+  /// Runs a recurrence over the local segments, whose documents may have begun on earlier ranks and
+  /// go on on later ones. Returns its outputs; gradients reach everything the recurrence was
+  /// computed from.
+  virtual Tensor recur(const Recurrence& recurrence,
+                       const Packing& packing,
+                       std::string_view what) = 0;
 };
 
 /// One process holds the whole row.
@@ -55,12 +66,8 @@ class LocalSequence final : public SequenceSeam {
   [[nodiscard]] bool is_local() const override { return true; }
   Tensor gather_rows(const Tensor& local, std::string_view) override { return local; }
   Tensor conv_halo(const Tensor&, int64_t, const Packing&, std::string_view) override { return {}; }
-  Tensor initial_state(
-      const Tensor&, at::IntArrayRef, at::ScalarType, const Packing&, std::string_view) override {
-    return {};
-  }
-  Tensor hand_over(const Tensor& o, const Tensor&, const Packing&, std::string_view) override {
-    return o;
+  Tensor recur(const Recurrence& recurrence, const Packing&, std::string_view) override {
+    return recurrence.run({}).o;
   }
 };
 

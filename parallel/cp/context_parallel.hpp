@@ -10,11 +10,19 @@
 namespace lockstep::parallel {
 
 /// The seam of a row cut at `cuts` (rank r of `group` holds rows [cuts[r], cuts[r + 1]); any sizes,
-/// 0 included). State is handed from rank to rank, so its value is the serial recurrence's. The
-/// group must outlive every graph built with the seam. Volume per call and rank: gather_rows sends
-/// T_local rows (all-gather), conv_halo width - 1 rows, the state one [sizes] tensor. Throws kMesh
-/// when cuts do not cover the row in order.
+/// 0 included). The group must outlive every graph built with the seam.
+///
+/// Recurrent state: `handover` (D62) passes it from rank to rank, which gives the serial
+/// recurrence's value, bit for bit if cuts are multiples of its chunk, and makes ranks wait in
+/// turn. Otherwise each rank sends its last segment as an affine map and composes what it needs,
+/// forward and (transposed, in reverse order) backward.
+///
+/// Bytes a rank receives per call: gather_rows T - T_local rows forward, and as many backward;
+/// conv_halo (ranks - 1)(width - 1) rows each way; states by hand-over one state each way; composed
+/// 2 (ranks - 1) states forward and ranks - 1 backward. Throws kMesh when cuts do not cover the row
+/// in order.
 std::unique_ptr<model::SequenceSeam> context_parallel(const Group& group,
-                                                      std::vector<int64_t> cuts);
+                                                      std::vector<int64_t> cuts,
+                                                      bool handover);
 
 }  // namespace lockstep::parallel

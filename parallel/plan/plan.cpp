@@ -16,7 +16,9 @@ ParallelPlan::ParallelPlan(const model::ModelConfig& config,
       sequence_(std::make_unique<model::LocalSequence>()),
       experts_(std::make_unique<model::LocalExperts>()),
       tensor_(std::make_unique<model::WholeTensors>()) {
-  if (mesh.cp().size() > 1) sequence_ = context_parallel(mesh.cp(), tokens_.cuts);
+  if (mesh.cp().size() > 1)
+    sequence_ =
+        context_parallel(mesh.cp(), tokens_.cuts, num.is<model::Switch::kCpKdaState>("handover"));
   if (mesh.ep().size() > 1)
     experts_ = expert_parallel(mesh.ep(), expert_cuts(config, mesh.topology()));
   if (mesh.tp().size() > 1)

@@ -140,6 +140,23 @@ TEST(ContextParallelCuts, Float32IsNoFurtherFromFloat64ThanTwiceOneProcess) {
   RecordProperty("worst_gradient_error_ratio", std::to_string(ratio_worst));
 }
 
+TEST(ContextParallelCuts, StatesHandedOverEqualStatesComposed) {
+  const Documents docs = documents({75, 1, 7, 50});
+  TrainerOptions options;
+  options.numerics = model::Numerics::policy("float64");
+  options.grads = true;
+  std::vector<TrainerResult> results;
+  for (const char* way : {"handover", "affine-fp32"}) {
+    options.numerics.set("D62", way);
+    results.push_back(Trainer(tiny(), options, mesh_of_all()).run(docs));
+  }
+  expect_equal(results[0], results[1], 1e-11, "handed over");
+  if (world().size() >= 4) {
+    EXPECT_FALSE(same_bytes(results[0].logits, results[1].logits))
+        << "one path was compared with itself";
+  }
+}
+
 TEST(ContextParallelCuts, RecomputeGivesTheSameBytes) {
   const Documents docs = documents({40, 3, 21});
   const TrainerResult kept = run(docs, "float32", mesh_of_all());
