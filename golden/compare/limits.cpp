@@ -32,6 +32,19 @@ double sketch_slack(int64_t num_projections) {
   return 1.0 + 4.0 / std::sqrt(2.0 * static_cast<double>(num_projections));
 }
 
+double few_runs_slack(int64_t num_elements) {
+  LOCKSTEP_CHECK(num_elements > 0, kInternal, "an error of {} elements", num_elements);
+  struct Group {
+    int64_t most_elements;
+    double slack;
+  };
+  constexpr Group kGroups[] = {{1, 3.0}, {3, 2.4}, {24, 1.75}, {1024, 1.4}};
+  for (const Group& group : kGroups) {
+    if (num_elements <= group.most_elements) return group.slack;
+  }
+  return 1.0;
+}
+
 RatioSummary summarize_ratios(const std::vector<RatioRow>& rows) {
   RatioSummary out;
   std::vector<double> ratios;

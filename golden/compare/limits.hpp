@@ -23,6 +23,13 @@ double limit_bf16(const std::vector<double>& reference_errors);
 /// standard deviations. 1.35 for 64.
 double sketch_slack(int64_t num_projections);
 
+/// What one more run, as good as the reference's five, may exceed a limit by, because the error of
+/// a tensor of few elements has few degrees of freedom and the worst of five of them may be small
+/// by luck. Measured, not modelled (golden/make/spread_study.py, figures in docs/golden.md): half
+/// the ratio to the worst of five that one run in 10,000 exceeds. 3 for a scalar, 1 for large
+/// tensors.
+double few_runs_slack(int64_t num_elements);
+
 /// One comparison's error beside the reference's.
 struct RatioRow {
   std::string name;

@@ -103,10 +103,8 @@ struct Measured {
   bool judged = true;
 };
 
-/// An error estimated from n numbers scatters by 1 / sqrt(2 n) of itself, whether they are
-/// projections or the elements of a small tensor.
 double slack_of(const Tensor& tensor) {
-  return golden::sketch_slack(std::max<int64_t>(1, tensor.numel()));
+  return golden::few_runs_slack(std::max<int64_t>(1, tensor.numel()));
 }
 
 Measured measure_sketch(std::string_view metric,
@@ -171,7 +169,8 @@ std::optional<double> limit_for(const CompareSpec& spec,
       "the case without --quick, or give a number",
       subject,
       stored.name());
-  return *limit * slack;
+  // The float64 limit is a number, not what a few runs happened to do.
+  return numerics_of(*run.spec).width() == model::Width::kFloat64 ? *limit : *limit * slack;
 }
 
 /// Larger is worse; NaN is worst of all.

@@ -459,6 +459,14 @@ TEST(Limits, AreDerivedFromTheReferencesOwnErrors) {
   EXPECT_DOUBLE_EQ(limit_bf16({1e-2, 2e-2}), 2.5e-2);
   EXPECT_THROW(limit_f32({}), Error);
   EXPECT_NEAR(sketch_slack(64), 1.3536, 1e-4);
+  EXPECT_EQ(few_runs_slack(1), 3.0);
+  EXPECT_EQ(few_runs_slack(3), 2.4);
+  EXPECT_EQ(few_runs_slack(4), 1.75);
+  EXPECT_EQ(few_runs_slack(24), 1.75);
+  EXPECT_EQ(few_runs_slack(25), 1.4);
+  EXPECT_EQ(few_runs_slack(1024), 1.4);
+  EXPECT_EQ(few_runs_slack(1025), 1.0);
+  EXPECT_THROW((void)few_runs_slack(0), Error);
   const auto s =
       summarize_ratios({{"a", 1.0, 2.0}, {"b", 3.0, 2.0}, {"c", 0.0, 0.0}, {"d", 1.0, 1.0}});
   EXPECT_EQ(s.num_rows, 3);
