@@ -27,7 +27,10 @@ herr_t innermost(unsigned n, const H5E_error2_t* error, void* data) {
 }  // namespace
 
 void quiet_hdf5() {
-  static const bool done = H5open() >= 0 && H5Eset_auto2(H5E_DEFAULT, nullptr, nullptr) >= 0;
+  // Without the library's clean-up at exit: every handle is closed by its owner, and a file that
+  // could not be closed (full disk) crashes it.
+  static const bool done =
+      H5dont_atexit() >= 0 && H5open() >= 0 && H5Eset_auto2(H5E_DEFAULT, nullptr, nullptr) >= 0;
   LOCKSTEP_CHECK(done, kInternal, "HDF5 library: cannot be initialised");
 }
 
@@ -46,6 +49,7 @@ std::string hdf5_reason() {
 }
 
 std::string hdf5_version() {
+  quiet_hdf5();
   unsigned major = 0, minor = 0, release = 0;
   return H5get_libversion(&major, &minor, &release) < 0
              ? std::string()
