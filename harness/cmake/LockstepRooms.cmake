@@ -1,11 +1,22 @@
-# lockstep_room(<folder> <name> DEPENDS <targets...> [EXECUTABLE <program>] [HOT])
-# One library per room from all its .cpp files (main.cpp excepted, which becomes the program). All share one precompiled header,
+# lockstep_room(<folder> <name> DEPENDS <targets...> [EXECUTABLE <program>] [HOT] [PARTS <parts...>])
+# One library per room from all its .cpp files (main.cpp excepted, which becomes the program). A part of a room that needs something
+# a machine may lack is files part_*.cpp with a stub no_part.cpp: with PARTS naming it the files are taken, else the stub. All share one precompiled header,
 # but for the files of a HOT room that use no torch header: those hold inner loops and are compiled alone at -O3.
 function(lockstep_room folder name)
-  cmake_parse_arguments(ROOM "HOT" "EXECUTABLE" "DEPENDS" ${ARGN})
+  cmake_parse_arguments(ROOM "HOT" "EXECUTABLE" "DEPENDS;PARTS" ${ARGN})
   set(dir ${CMAKE_CURRENT_SOURCE_DIR}/${folder}/${name})
   file(GLOB sources CONFIGURE_DEPENDS ${dir}/*.cpp)
-  list(FILTER sources EXCLUDE REGEX "/(main|no_[a-z]+)\\.cpp$")
+  list(FILTER sources EXCLUDE REGEX "/main\\.cpp$")
+  foreach(stub ${sources})
+    if(stub MATCHES "/no_([a-z]+)\\.cpp$")
+      set(part ${CMAKE_MATCH_1})
+      if(part IN_LIST ROOM_PARTS)
+        list(REMOVE_ITEM sources ${stub})
+      else()
+        list(FILTER sources EXCLUDE REGEX "/${part}_[a-z_]+\\.cpp$")
+      endif()
+    endif()
+  endforeach()
   set(target ${folder}_${name})
   if(sources)
     add_library(${target} STATIC ${sources})

@@ -17,12 +17,21 @@ namespace lockstep::parallel::board {
 namespace {
 
 constexpr size_t kCallBytes = 160;
+constexpr size_t kPosts = 256;
+
+/// A call made known. `sequence` is 0 while the rest is being written.
+struct Post {
+  std::atomic<int64_t> sequence;
+  std::atomic<uint64_t> key, hash;
+  char text[104];
+};
 
 /// One rank's line. Written by its owner alone; a reader may meet a half-written call, which costs
 /// a garbled word in a message and nothing else.
 struct Line {
   std::atomic<int> world_rank, pid, waiting, left;
   char call[kCallBytes];
+  Post posts[kPosts];  ///< by group and number, so that neighbours in time rarely share a place
 };
 
 struct Board {
@@ -30,7 +39,8 @@ struct Board {
   std::atomic<int> num_lines;
 };
 
-static_assert(std::atomic<int>::is_always_lock_free, "signal handlers and processes share these");
+static_assert(std::atomic<int>::is_always_lock_free && std::atomic<int64_t>::is_always_lock_free,
+              "signal handlers and processes share these");
 
 MPI_Comm g_machine = MPI_COMM_NULL;
 MPI_Win g_window = MPI_WIN_NULL;
@@ -82,6 +92,10 @@ char process_state(int pid) noexcept {
 }
 
 bool gone(char state) noexcept { return state == '\0' || state == 'Z' || state == 'X'; }
+
+size_t place_of(uint64_t key, int64_t sequence) {
+  return (key + static_cast<uint64_t>(sequence)) % kPosts;
+}
 
 Line* line_of(int world_rank) {
   Board* board = g_board.load();
@@ -152,6 +166,39 @@ void enter(std::string_view call) noexcept {
 void leave() noexcept {
   Line* own = g_own.load();
   if (own != nullptr) own->waiting = 0;
+}
+
+void post(uint64_t key, int64_t sequence, uint64_t hash, std::string_view text) noexcept {
+  Line* own = g_own.load();
+  if (own == nullptr) return;
+  Post& post = own->posts[place_of(key, sequence)];
+  post.sequence = 0;
+  const size_t length = std::min(text.size(), sizeof post.text - 1);
+  std::memcpy(post.text, text.data(), length);
+  post.text[length] = '\0';
+  post.key = key;
+  post.hash = hash;
+  post.sequence = sequence;  // sequentially consistent, like the readers' loads
+}
+
+std::optional<Posted> call_of(int world_rank, uint64_t key, int64_t sequence) {
+  const Line* line = line_of(world_rank);
+  if (line == nullptr) return std::nullopt;
+  const Post& post = line->posts[place_of(key, sequence)];
+  if (post.sequence.load() != sequence || post.key.load() != key) return std::nullopt;
+  Posted posted{post.hash.load(), std::string(post.text, strnlen(post.text, sizeof post.text))};
+  if (post.sequence.load() != sequence || post.key.load() != key) return std::nullopt;
+  return posted;
+}
+
+int64_t last_call(int world_rank, uint64_t key, int64_t sequence) {
+  const Line* line = line_of(world_rank);
+  if (line == nullptr) return 0;
+  for (int64_t s = sequence; s > 0 && s > sequence - static_cast<int64_t>(kPosts); --s) {
+    const Post& post = line->posts[place_of(key, s)];
+    if (post.sequence.load() == s && post.key.load() == key) return s;
+  }
+  return 0;
 }
 
 Seen look(int world_rank) {

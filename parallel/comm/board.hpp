@@ -3,6 +3,8 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 
@@ -32,6 +34,20 @@ void close() noexcept;
 /// This rank waits in a call, or computes again.
 void enter(std::string_view call) noexcept;
 void leave() noexcept;
+
+/// A collective call as a rank made it known.
+struct Posted {
+  uint64_t hash = 0;
+  std::string text;
+};
+/// Makes this rank's `sequence`-th collective of the group `key` known. Readers that look after
+/// their own post see every post that was made before.
+void post(uint64_t key, int64_t sequence, uint64_t hash, std::string_view text) noexcept;
+/// What that rank made as that call; nothing if it has not come to it, or long ago.
+std::optional<Posted> call_of(int world_rank, uint64_t key, int64_t sequence);
+/// The latest call of that group, up to `sequence`, that the rank made and that is still known; 0
+/// without one.
+int64_t last_call(int world_rank, uint64_t key, int64_t sequence);
 
 Seen look(int world_rank);
 /// "world_rank 1 (process 4711) is stopped; `kill -CONT 4711` resumes it".

@@ -1,29 +1,45 @@
 #include "parallel/comm/group.hpp"
 
-#include <mpi.h>
-
 #include <algorithm>
-#include <cstdlib>
 #include <utility>
 
-#include "parallel/comm/board.hpp"
-#include "parallel/comm/wait.hpp"
+#include "parallel/comm/group_impl.hpp"
+#include "parallel/comm/mpi_transport.hpp"
 
 namespace lockstep::parallel {
 
 namespace {
 
-constexpr int64_t kChunkElements = int64_t{1}
-                                   << 26;  // keeps every MPI count and displacement far below 2^31
-constexpr int64_t kChunkBytes = int64_t{1} << 30;
+/// Larger sums go in parts, so that the copies beside the tensor stay small.
+constexpr int64_t kChunkElements = int64_t{1} << 26;
 
-void check_tensor(const Tensor& tensor, const GroupImpl& g, std::string_view what) {
-  LOCKSTEP_CHECK(tensor.defined() && tensor.is_contiguous() && tensor.device().is_cpu(),
-                 kShape,
-                 "{}: needs a contiguous CPU tensor, got {}{}",
-                 where(g, what),
-                 describe(tensor),
-                 tensor.defined() && !tensor.is_contiguous() ? " (strided)" : "");
+/// Device memory travels through the host when NCCL does not carry it.
+bool through_host(const Tensor& tensor) {
+  return tensor.is_cuda() && comm_backend() == CommBackend::kMpi;
+}
+
+Transport& transport_of(const GroupImpl& g, const Tensor& tensor) {
+  if (comm_backend() == CommBackend::kMpi) return *g.host;
+  return g.nccl(!tensor.is_cuda());
+}
+
+/// Transports do not follow the streams of the tensor library.
+void finish_device_work(const Tensor& tensor) {
+  if (!tensor.is_cuda()) return;
+  const c10::impl::VirtualGuardImpl device(tensor.device().type());
+  device.synchronizeStream(device.getStream(tensor.device()));
+}
+
+int64_t row_bytes(const Tensor& tensor) {
+  auto bytes = static_cast<int64_t>(tensor.element_size());
+  for (int64_t d = 1; d < tensor.dim(); ++d) bytes *= tensor.size(d);
+  return bytes;
+}
+
+Tensor with_rows(const Tensor& like, int64_t rows) {
+  std::vector<int64_t> sizes = like.sizes().vec();
+  sizes[0] = rows;
+  return at::empty(sizes, like.options().requires_grad(false));
 }
 
 /// dtype in which sums over ranks are formed before one rounding back.
@@ -33,70 +49,98 @@ at::ScalarType sum_dtype(const Tensor& tensor) {
              : tensor.scalar_type();
 }
 
-/// A row of `bytes` bytes as one MPI element, so that counts are rows.
-class RowType {
- public:
-  explicit RowType(int64_t bytes) {
-    LOCKSTEP_CHECK(
-        bytes <= kChunkBytes, kInternal, "communication: a row of {} bytes is too large", bytes);
-    MPI_Type_contiguous(static_cast<int>(bytes), MPI_BYTE, &type_);
-    MPI_Type_commit(&type_);
-  }
-  RowType(const RowType&) = delete;
-  RowType& operator=(const RowType&) = delete;
-  ~RowType() { MPI_Type_free(&type_); }
-  [[nodiscard]] MPI_Datatype get() const { return type_; }
-
- private:
-  MPI_Datatype type_ = MPI_DATATYPE_NULL;
-};
-
-struct Counts {
-  std::vector<int> count, start;
-};
-
-Counts counts_of(const std::vector<int64_t>& rows) {
-  Counts c;
-  int64_t start = 0;
-  for (int64_t r : rows) {
-    c.count.push_back(static_cast<int>(r));
-    c.start.push_back(static_cast<int>(start));
-    start += r;
-  }
-  return c;
+void check_tensor(const Tensor& tensor, const GroupImpl& g, std::string_view what) {
+  LOCKSTEP_CHECK(
+      tensor.defined() && tensor.is_contiguous() && (tensor.device().is_cpu() || tensor.is_cuda()),
+      kShape,
+      "{}: needs a contiguous tensor on the CPU or a CUDA device, got {}{}",
+      Call{g, CommOp::kBarrier, what}.where(),
+      lockstep::describe(tensor),
+      tensor.defined() && !tensor.is_contiguous() ? " (strided)" : "");
 }
 
-int64_t row_bytes(const Tensor& tensor) {
-  int64_t bytes = tensor.element_size();
-  for (int64_t d = 1; d < tensor.dim(); ++d) bytes *= tensor.size(d);
-  return bytes;
+void check_rows(
+    bool holds, const GroupImpl& g, std::string_view what, int64_t have, const Rows& plan) {
+  LOCKSTEP_CHECK(holds,
+                 kInternal,
+                 "{}: the tensor has {} rows, the plan says {} for {} ranks",
+                 Call{g, CommOp::kBarrier, what}.where(),
+                 have,
+                 plan.total,
+                 plan.count.size());
 }
 
-/// Rows of `send` (counts out) to every rank; returns what every rank sent here (counts in), in
-/// rank order.
-void exchange(const GroupImpl& g,
-              const void* send,
-              const Counts& out,
-              void* receive,
-              const Counts& in,
-              int64_t bytes,
-              std::string_view what) {
-  const RowType type(bytes);
-  MPI_Request request = MPI_REQUEST_NULL;
-  check(MPI_Ialltoallv(send,
-                       out.count.data(),
-                       out.start.data(),
-                       type.get(),
-                       receive,
-                       in.count.data(),
-                       in.start.data(),
-                       type.get(),
-                       g.comm,
-                       &request),
-        g,
-        what,
-        "all-to-all");
-  wait(request, g, what, "all-to-all");
+uint64_t hash_of(std::initializer_list<int64_t> values) {
+  uint64_t hash = kHashStart;
+  for (const int64_t value : values) hash = hash_value(hash, value);
+  return hash;
+}
+
+/// Enters a call into the ledger and makes it known.
+Call begin(const GroupImpl& g,
+           CommOp op,
+           std::string_view what,
+           int64_t bytes_sent,
+           int64_t bytes_received,
+           uint64_t size_hash,
+           int64_t peer = -1) {
+  const LedgerEntry& entry = g.ledger.record(op, what, bytes_sent, bytes_received, size_hash, peer);
+  const Call call{g, op, what, static_cast<int>(peer), entry.sequence, entry.hash};
+  announce(call);
+  return call;
+}
+
+template <typename Start>
+WorkPtr start(const Call& call, const Start& body) {
+  try {
+    return body(call.until());
+  } catch (const TransportError& error) {
+    tell_failure(error, call);
+  }
+}
+
+// The building blocks, already recorded by their caller.
+
+Tensor gather_start(const Call& call, const Tensor& local, const Rows& rows, WorkPtr& work) {
+  finish_device_work(local);
+  const Tensor all = with_rows(local, rows.total);
+  if (all.numel() == 0) return all;
+  work = start(call, [&](const Until& until) {
+    return transport_of(call.g, local)
+        .all_gather(local.const_data_ptr(), all.mutable_data_ptr(), rows, row_bytes(local), until);
+  });
+  return all;
+}
+
+Tensor gather(const Call& call, const Tensor& local, const Rows& rows) {
+  WorkPtr work;
+  const Tensor all = gather_start(call, local, rows, work);
+  if (work) wait(*work, call);
+  return all;
+}
+
+Tensor exchange(const Call& call, const Tensor& rows, const Rows& out, const Rows& in) {
+  finish_device_work(rows);
+  const Tensor received = with_rows(rows, in.total);
+  const WorkPtr work = start(call, [&](const Until& until) {
+    return transport_of(call.g, rows)
+        .all_to_all(
+            rows.const_data_ptr(), out, received.mutable_data_ptr(), in, row_bytes(rows), until);
+  });
+  wait(*work, call);
+  return received;
+}
+
+/// All ranks' copies of this rank's rows, then their sum in ascending rank order.
+Tensor scatter_sum(const Call& call, const Tensor& global, const Rows& rows) {
+  const GroupImpl& g = call.g;
+  const int64_t mine = rows.count[static_cast<size_t>(g.rank)];
+  const Rows in(std::vector<int64_t>(static_cast<size_t>(g.size), mine));
+  const Tensor parts =
+      global.numel() > 0 ? exchange(call, global, rows, in) : with_rows(global, in.total);
+  Tensor sum = parts.narrow(0, 0, mine).to(sum_dtype(global), false, true);
+  for (int64_t r = 1; r < g.size; ++r) sum.add_(parts.narrow(0, r * mine, mine));
+  return sum.to(global.scalar_type());
 }
 
 }  // namespace
@@ -108,25 +152,31 @@ int64_t Group::size() const { return impl_->size; }
 const std::string& Group::name() const { return impl_->name; }
 
 Group Group::split(int64_t color, int64_t key, std::string name) const {
-  auto part = std::make_shared<GroupImpl>();
-  part->name = std::move(name);
-  if (impl_->comm == MPI_COMM_NULL) return Group(std::move(part));
-  // A split itself has no deadline; a rank that is missing shows here.
-  barrier(fmt::format("split into {}", part->name));
-  check(MPI_Comm_split(impl_->comm,
-                       color < 0 ? MPI_UNDEFINED : static_cast<int>(color),
-                       static_cast<int>(key),
-                       &part->comm),
-        *impl_,
-        part->name,
-        "split");
-  if (part->comm != MPI_COMM_NULL) {
-    part->owned = true;
-    MPI_Comm_set_errhandler(part->comm, MPI_ERRORS_RETURN);
-    MPI_Comm_rank(part->comm, &part->rank);
-    MPI_Comm_size(part->comm, &part->size);
+  const GroupImpl& g = *impl_;
+  if (g.comm == MPI_COMM_NULL || g.size == 1) {
+    auto part = std::make_shared<GroupImpl>();
+    part->name = std::move(name);
+    return Group(std::move(part));
   }
-  return Group(std::move(part));
+  // A split itself has no deadline; a rank that is missing shows here.
+  const Call call = begin(g, CommOp::kSplit, name, 0, 0, kHashStart);
+  const WorkPtr all_here = start(call, [&](const Until& until) { return g.host->barrier(until); });
+  wait(*all_here, call);
+  MPI_Comm comm = MPI_COMM_NULL;
+  const int wanted = color < 0 ? MPI_UNDEFINED : static_cast<int>(color);
+  try {
+    check_mpi(MPI_Comm_split(g.comm, wanted, static_cast<int>(key), &comm), "split");
+  } catch (const TransportError& error) {
+    tell_failure(error, call);
+  }
+  const uint64_t part_key =
+      hash_value(hash_value(hash_value(kHashStart, g.key), ++g.splits), color);
+  if (comm == MPI_COMM_NULL) {
+    auto part = std::make_shared<GroupImpl>();
+    part->name = std::move(name);
+    return Group(std::move(part));
+  }
+  return Group(std::make_shared<GroupImpl>(comm, true, part_key, std::move(name)));
 }
 
 void Group::all_reduce_sum(Tensor& tensor, std::string_view what) const {
@@ -134,17 +184,23 @@ void Group::all_reduce_sum(Tensor& tensor, std::string_view what) const {
   if (g.size == 1) return;
   check_tensor(tensor, g, what);
   const at::NoGradGuard no_grad;
-  Tensor flat = tensor.view({-1});
+  const auto bytes = static_cast<int64_t>(tensor.nbytes());
+  const int64_t moved = 2 * (bytes - bytes / g.size);
+  const Call call = begin(
+      g, CommOp::kAllReduce, what, moved, moved, hash_of({tensor.numel(), tensor.element_size()}));
+  const Tensor work = through_host(tensor) ? tensor.cpu() : tensor;
+  const Tensor flat = work.view({-1});
   // Each rank sums one slice over the ranks in ascending order, then all gather the slices: the
   // same bytes everywhere.
   for (int64_t first = 0; first < flat.numel(); first += kChunkElements) {
-    Tensor part = flat.narrow(0, first, std::min(kChunkElements, flat.numel() - first));
+    const Tensor part = flat.narrow(0, first, std::min(kChunkElements, flat.numel() - first));
     std::vector<int64_t> slice;
     for (int64_t r = 0; r < g.size; ++r)
       slice.push_back(part.numel() * (r + 1) / g.size - part.numel() * r / g.size);
-    const Tensor mine = reduce_scatter_rows(part, slice, what);
-    part.copy_(all_gather_rows(mine, slice, what));
+    const Rows rows(slice);
+    part.copy_(gather(call, scatter_sum(call, part, rows), rows));
   }
+  if (!work.is_same(tensor)) tensor.copy_(work);
 }
 
 int64_t Group::all_reduce_max(int64_t value, std::string_view what) const {
@@ -155,8 +211,15 @@ int64_t Group::all_reduce_max(int64_t value, std::string_view what) const {
 struct Pending::Impl {
   std::shared_ptr<GroupImpl> group;
   Tensor local, all;
-  MPI_Request request = MPI_REQUEST_NULL;
+  at::Device device = at::kCPU;  ///< where the caller wants it
+  WorkPtr work;
   std::string what;
+  int64_t sequence = 0;
+  uint64_t hash = 0;
+
+  ~Impl() {
+    if (work) work->abandon();
+  }
 };
 
 Pending::Pending(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
@@ -165,10 +228,14 @@ Pending& Pending::operator=(Pending&&) noexcept = default;
 Pending::~Pending() = default;
 
 Tensor Pending::wait() {
-  const std::unique_ptr<Impl> done = std::move(impl_);
-  if (done->request != MPI_REQUEST_NULL)
-    lockstep::parallel::wait(done->request, *done->group, done->what, "all-gather");
-  return done->all;
+  LOCKSTEP_CHECK(impl_ != nullptr, kInternal, "a pending call was waited for twice");
+  const std::unique_ptr<Impl> p = std::move(impl_);
+  if (p->work) {
+    lockstep::parallel::wait(
+        *p->work, Call{*p->group, CommOp::kAllGather, p->what, -1, p->sequence, p->hash});
+    p->work.reset();
+  }
+  return p->all.to(p->device);
 }
 
 Pending Group::all_gather_rows_start(const Tensor& local,
@@ -179,33 +246,27 @@ Pending Group::all_gather_rows_start(const Tensor& local,
   pending->group = impl_;
   pending->local = pending->all = local;
   pending->what = what;
+  pending->device = local.device();
   if (g.size == 1) return Pending(std::move(pending));
   check_tensor(local, g, what);
-  LOCKSTEP_CHECK(
+  const Rows plan(rows);
+  check_rows(
       static_cast<int>(rows.size()) == g.size && local.size(0) == rows[static_cast<size_t>(g.rank)],
-      kInternal,
-      "{}: this rank holds {} rows, the plan says {}",
-      where(g, what),
+      g,
+      what,
       local.size(0),
-      rows.size() == static_cast<size_t>(g.size) ? rows[static_cast<size_t>(g.rank)] : -1);
-  const Counts in = counts_of(rows);
-  std::vector<int64_t> sizes = local.sizes().vec();
-  sizes[0] = in.start.back() + in.count.back();
-  pending->all = at::empty(sizes, local.options().requires_grad(false));
-  if (pending->all.numel() == 0) return Pending(std::move(pending));
-  const RowType type(row_bytes(local));
-  check(MPI_Iallgatherv(local.const_data_ptr(),
-                        in.count[static_cast<size_t>(g.rank)],
-                        type.get(),
-                        pending->all.mutable_data_ptr(),
-                        in.count.data(),
-                        in.start.data(),
-                        type.get(),
-                        g.comm,
-                        &pending->request),
-        g,
-        what,
-        "all-gather");
+      plan);
+  const int64_t bytes = row_bytes(local);
+  const Call call = begin(g,
+                          CommOp::kAllGather,
+                          what,
+                          local.size(0) * bytes * (g.size - 1),
+                          (plan.total - local.size(0)) * bytes,
+                          hash_of({plan.total, bytes}));
+  pending->sequence = call.sequence;
+  pending->hash = call.hash;
+  if (through_host(local)) pending->local = local.cpu();
+  pending->all = gather_start(call, pending->local, plan, pending->work);
   return Pending(std::move(pending));
 }
 
@@ -222,21 +283,23 @@ Tensor Group::all_to_all_rows(const Tensor& rows,
   const GroupImpl& g = *impl_;
   if (g.size == 1) return rows;
   check_tensor(rows, g, what);
-  const Counts out = counts_of(send_rows), in = counts_of(recv_rows);
-  LOCKSTEP_CHECK(static_cast<int>(send_rows.size()) == g.size &&
-                     static_cast<int>(recv_rows.size()) == g.size &&
-                     rows.size(0) == out.start.back() + out.count.back(),
-                 kInternal,
-                 "{}: {} rows to send, the plan says {} over {} ranks",
-                 where(g, what),
-                 rows.size(0),
-                 out.start.back() + out.count.back(),
-                 send_rows.size());
-  std::vector<int64_t> sizes = rows.sizes().vec();
-  sizes[0] = in.start.back() + in.count.back();
-  Tensor received = at::empty(sizes, rows.options().requires_grad(false));
-  exchange(g, rows.const_data_ptr(), out, received.mutable_data_ptr(), in, row_bytes(rows), what);
-  return received;
+  const Rows out(send_rows), in(recv_rows);
+  check_rows(static_cast<int>(send_rows.size()) == g.size &&
+                 static_cast<int>(recv_rows.size()) == g.size && rows.size(0) == out.total,
+             g,
+             what,
+             rows.size(0),
+             out);
+  const auto own = static_cast<size_t>(g.rank);
+  const int64_t bytes = row_bytes(rows);
+  const Call call = begin(g,
+                          CommOp::kAllToAll,
+                          what,
+                          (out.total - out.count[own]) * bytes,
+                          (in.total - in.count[own]) * bytes,
+                          hash_of({bytes}));
+  if (through_host(rows)) return exchange(call, rows.cpu(), out, in).to(rows.device());
+  return exchange(call, rows, out, in);
 }
 
 Tensor Group::reduce_scatter_rows(const Tensor& global,
@@ -245,24 +308,22 @@ Tensor Group::reduce_scatter_rows(const Tensor& global,
   const GroupImpl& g = *impl_;
   if (g.size == 1) return global;
   check_tensor(global, g, what);
-  const int64_t mine = rows[static_cast<size_t>(g.rank)];
-  const Counts out = counts_of(rows);
-  LOCKSTEP_CHECK(global.size(0) == out.start.back() + out.count.back(),
-                 kInternal,
-                 "{}: {} rows to reduce, the plan says {}",
-                 where(g, what),
-                 global.size(0),
-                 out.start.back() + out.count.back());
-  const Counts in = counts_of(std::vector<int64_t>(static_cast<size_t>(g.size), mine));
-  std::vector<int64_t> sizes = global.sizes().vec();
-  sizes[0] = mine * g.size;
-  const Tensor parts = at::empty(sizes, global.options());
-  if (global.numel() > 0)
-    exchange(
-        g, global.const_data_ptr(), out, parts.mutable_data_ptr(), in, row_bytes(global), what);
-  Tensor sum = parts.narrow(0, 0, mine).to(sum_dtype(global), false, true);
-  for (int64_t r = 1; r < g.size; ++r) sum.add_(parts.narrow(0, r * mine, mine));
-  return sum.to(global.scalar_type());
+  const at::NoGradGuard no_grad;
+  const Rows plan(rows);
+  check_rows(static_cast<int>(rows.size()) == g.size && global.size(0) == plan.total,
+             g,
+             what,
+             global.size(0),
+             plan);
+  const int64_t bytes = row_bytes(global), mine = rows[static_cast<size_t>(g.rank)];
+  const Call call = begin(g,
+                          CommOp::kReduceScatter,
+                          what,
+                          (plan.total - mine) * bytes,
+                          mine * bytes * (g.size - 1),
+                          hash_of({plan.total, bytes}));
+  if (through_host(global)) return scatter_sum(call, global.cpu(), plan).to(global.device());
+  return scatter_sum(call, global, plan);
 }
 
 std::vector<int64_t> Group::all_gather(int64_t value, std::string_view what) const {
@@ -276,115 +337,62 @@ std::vector<int64_t> Group::all_gather(int64_t value, std::string_view what) con
 void Group::send(const Tensor& tensor, int64_t to, int tag, std::string_view what) const {
   const GroupImpl& g = *impl_;
   check_tensor(tensor, g, what);
-  const auto* data = static_cast<const char*>(tensor.const_data_ptr());
   const auto bytes = static_cast<int64_t>(tensor.nbytes());
-  for (int64_t first = 0; first < bytes; first += kChunkBytes) {
-    MPI_Request request = MPI_REQUEST_NULL;
-    check(MPI_Isend(data + first,
-                    static_cast<int>(std::min(kChunkBytes, bytes - first)),
-                    MPI_BYTE,
-                    static_cast<int>(to),
-                    tag,
-                    g.comm,
-                    &request),
-          g,
-          what,
-          "send");
-    wait(request, g, what, "send", static_cast<int>(to));
-  }
+  const Call call = begin(g, CommOp::kSend, what, bytes, 0, kHashStart, to);
+  const Tensor data = through_host(tensor) ? tensor.cpu() : tensor;
+  finish_device_work(data);
+  const WorkPtr work = start(call, [&](const Until& until) {
+    return transport_of(g, data).send(
+        data.const_data_ptr(), bytes, static_cast<int>(to), tag, until);
+  });
+  wait(*work, call);
 }
 
 void Group::recv(Tensor& tensor, int64_t from, int tag, std::string_view what) const {
   const GroupImpl& g = *impl_;
   check_tensor(tensor, g, what);
-  auto* data = static_cast<char*>(tensor.mutable_data_ptr());
   const auto bytes = static_cast<int64_t>(tensor.nbytes());
-  for (int64_t first = 0; first < bytes; first += kChunkBytes) {
-    MPI_Request request = MPI_REQUEST_NULL;
-    check(MPI_Irecv(data + first,
-                    static_cast<int>(std::min(kChunkBytes, bytes - first)),
-                    MPI_BYTE,
-                    static_cast<int>(from),
-                    tag,
-                    g.comm,
-                    &request),
-          g,
-          what,
-          "receive");
-    wait(request, g, what, "receive", static_cast<int>(from));
-  }
+  const Call call = begin(g, CommOp::kReceive, what, 0, bytes, kHashStart, from);
+  const Tensor data = through_host(tensor) ? at::empty_like(tensor, at::kCPU) : tensor;
+  finish_device_work(data);
+  const WorkPtr work = start(call, [&](const Until& until) {
+    return transport_of(g, data).receive(
+        data.mutable_data_ptr(), bytes, static_cast<int>(from), tag, until);
+  });
+  wait(*work, call);
+  if (!data.is_same(tensor)) tensor.copy_(data);
 }
 
 void Group::broadcast(Tensor& tensor, int64_t root, std::string_view what) const {
   const GroupImpl& g = *impl_;
   if (g.size == 1) return;
   check_tensor(tensor, g, what);
-  auto* data = static_cast<char*>(tensor.mutable_data_ptr());
   const auto bytes = static_cast<int64_t>(tensor.nbytes());
-  for (int64_t first = 0; first < bytes; first += kChunkBytes) {
-    MPI_Request request = MPI_REQUEST_NULL;
-    check(MPI_Ibcast(data + first,
-                     static_cast<int>(std::min(kChunkBytes, bytes - first)),
-                     MPI_BYTE,
-                     static_cast<int>(root),
-                     g.comm,
-                     &request),
-          g,
-          what,
-          "broadcast");
-    wait(request, g, what, "broadcast");
-  }
+  const bool is_root = root == g.rank;
+  const Call call = begin(g,
+                          CommOp::kBroadcast,
+                          what,
+                          is_root ? bytes * (g.size - 1) : 0,
+                          is_root ? 0 : bytes,
+                          hash_of({bytes, root}));
+  const Tensor data = through_host(tensor) ? tensor.cpu() : tensor;
+  finish_device_work(data);
+  const WorkPtr work = start(call, [&](const Until& until) {
+    return transport_of(g, data).broadcast(
+        data.mutable_data_ptr(), bytes, static_cast<int>(root), until);
+  });
+  wait(*work, call);
+  if (!data.is_same(tensor)) tensor.copy_(data);
 }
 
 void Group::barrier(std::string_view what) const {
   const GroupImpl& g = *impl_;
   if (g.size == 1) return;
-  MPI_Request request = MPI_REQUEST_NULL;
-  check(MPI_Ibarrier(g.comm, &request), g, what, "barrier");
-  wait(request, g, what, "barrier");
-}
-
-Session Session::start(int* argc, char*** argv) {
-  bool launched = false;
-  for (const char* name : {"OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_SIZE", "PMI_RANK"}) {
-    launched = launched ||
-               std::getenv(name) != nullptr;  // NOLINT(concurrency-mt-unsafe): before any thread
-  }
-  if (!launched) return Session(false, Group::single());
-  auto world = std::make_shared<GroupImpl>();
-  int provided = 0;
-  const int code = MPI_Init_thread(argc, argv, MPI_THREAD_SERIALIZED, &provided);
-  LOCKSTEP_CHECK(code == MPI_SUCCESS, kComm, "MPI_Init failed with code {}", code);
-  world->comm = MPI_COMM_WORLD;
-  world->name = "world";
-  MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
-  MPI_Comm_rank(MPI_COMM_WORLD, &world->rank);
-  MPI_Comm_size(MPI_COMM_WORLD, &world->size);
-  if (world->size > 1) board::open();
-  return Session(true, Group(std::move(world)));
-}
-
-bool Session::claim_report() noexcept { return board::claim_report(); }
-void Session::mark_left() noexcept { board::mark_left(); }
-size_t Session::last_words(char* text, size_t size) noexcept {
-  return board::last_words(text, size);
-}
-
-void Session::abort(int exit_code) noexcept {
-  board::claim_report();  // the others end without a word
-  board::mark_left();
-  if (under_mpi_) MPI_Abort(MPI_COMM_WORLD, exit_code);
-}
-
-Session::Session(Session&& other) noexcept
-    : under_mpi_(std::exchange(other.under_mpi_, false)), world_(std::move(other.world_)) {}
-
-Session::~Session() {
-  int finalized = 0;
-  if (under_mpi_ && MPI_Finalized(&finalized) == MPI_SUCCESS && finalized == 0) {
-    board::close();
-    MPI_Finalize();
-  }
+  const Call call = begin(g, CommOp::kBarrier, what, 0, 0, kHashStart);
+  const WorkPtr work = start(call, [&](const Until& until) {
+    return (comm_backend() == CommBackend::kMpi ? *g.host : g.nccl(true)).barrier(until);
+  });
+  wait(*work, call);
 }
 
 }  // namespace lockstep::parallel

@@ -29,9 +29,17 @@ class Pending {
   std::unique_ptr<Impl> impl_;
 };
 
-/// Ranks that communicate. Every call names `what` (such as "layer 3 kda state"), has a deadline,
-/// and throws kComm naming group, call, peer and time waited when it passes. Tensors are contiguous
-/// and on the CPU; others are refused.
+/// Ranks that communicate. Every call names `what` (such as "layer 3 kda state"), the same on all
+/// ranks, and has a deadline: when it passes the call throws kComm naming group, call, the ranks
+/// that are missing, what they do, and the time waited. Ranks of one machine also compare the order
+/// of their collectives as they go, and a call that another rank does not make throws at once.
+/// After a throw the group is of no use: the process should end its session with abort().
+///
+/// Tensors are contiguous, others are refused with kShape; any dtype moves, and float64, float32,
+/// bfloat16, int64 and uint8 are tested. Memory of the CPU goes over MPI, or, after
+/// set_comm_backend(kNccl), through a device over NCCL; memory of a CUDA device goes over NCCL, or
+/// through the host over MPI. Values do not depend on the way. Messages between two ranks are
+/// received in the order in which they were sent.
 class Group {
  public:
   /// A group of one: collectives are identities.
@@ -79,6 +87,7 @@ class Group {
   void barrier(std::string_view what) const;
 
   explicit Group(std::shared_ptr<GroupImpl> impl) : impl_(std::move(impl)) {}
+  [[nodiscard]] const GroupImpl& impl() const { return *impl_; }
 
  private:
   std::shared_ptr<GroupImpl> impl_;
@@ -87,6 +96,17 @@ class Group {
 /// Deadline of every wait, in milliseconds; default 300000.
 void set_comm_timeout_ms(int64_t ms);
 int64_t comm_timeout_ms();
+
+/// Number of the training step that messages name; none before the first call.
+void set_comm_step(int64_t step);
+
+enum class CommBackend { kMpi, kNccl };
+/// "mpi" or "nccl"; throws kInput for others.
+CommBackend comm_backend_from_string(std::string_view name);
+/// What carries every later call, on all ranks alike; default kMpi. Throws kConfig, with what is
+/// missing, where NCCL or a GPU is.
+void set_comm_backend(CommBackend backend);
+CommBackend comm_backend();
 
 /// While it lives, waits go on for as long as the awaited ranks of this machine run, since one of
 /// them may be computing alone; a rank that stays stopped or gone for the deadline still ends them.
@@ -102,7 +122,8 @@ class PatientWaits {
 };
 
 /// MPI of this process. start() initialises MPI when the process was started by mpirun or a Slurm
-/// MPI launcher (environment tells), else the world is a group of one and MPI is never touched. The
+/// MPI launcher (environment tells), else the world is a group of one and MPI is never touched; the
+/// backend is that of LOCKSTEP_COMM in the environment, if set. The
 /// destructor finalises unless an error was reported.
 class Session {
  public:
@@ -117,7 +138,8 @@ class Session {
   /// Where this rank is and which ranks of this machine are gone. Returns the length, without a
   /// zero byte.
   static size_t last_words(char* text, size_t size) noexcept;
-  /// Ends all ranks of the job with this exit code. Does not return when MPI runs.
+  /// Gives up what is in flight and ends all ranks of the job with this exit code. Does not return
+  /// when MPI runs.
   void abort(int exit_code) noexcept;
   Session(Session&& other) noexcept;
   Session& operator=(Session&&) = delete;

@@ -1,65 +1,68 @@
-#include "parallel/comm/wait.hpp"
-
+// Waiting for a call with a deadline, and finding out whose fault it is when it passes.
 #include <algorithm>
 #include <chrono>
 #include <thread>
 #include <utility>
-#include <vector>
 
 #include "parallel/comm/board.hpp"
+#include "parallel/comm/group_impl.hpp"
 
 namespace lockstep::parallel {
 namespace {
 
 int64_t g_timeout_ms = 300000;
+int64_t g_step = -1;
 bool g_patient = false;
 
-/// A request given up on must not write into a buffer that its caller frees. Collectives cannot be
-/// cancelled; their caller ends the process.
-void abandon(MPI_Request& request) {
-  int done = 0;
-  if (MPI_Cancel(&request) == MPI_SUCCESS) MPI_Test(&request, &done, MPI_STATUS_IGNORE);
-}
+constexpr int64_t kLookEveryMs = 50;
 
-int world_rank_of(const GroupImpl& g, int rank) {
-  MPI_Group own = MPI_GROUP_NULL, world = MPI_GROUP_NULL;
-  MPI_Comm_group(g.comm, &own);
-  MPI_Comm_group(MPI_COMM_WORLD, &world);
-  int result = -1;
-  MPI_Group_translate_ranks(own, 1, &rank, world, &result);
-  MPI_Group_free(&own);
-  MPI_Group_free(&world);
-  return result;
+std::string name_of(const Call& call) {
+  return fmt::format("{} of {} (group {}{})",
+                     op_name(call.op),
+                     call.what,
+                     call.g.name,
+                     call.sequence > 0 ? fmt::format(", call {}", call.sequence) : "");
 }
 
 /// Ranks that a wait may be waiting for: one, or all others of the group.
-std::vector<int> awaited(const GroupImpl& g, int peer) {
+std::vector<int> awaited(const Call& call) {
   std::vector<int> ranks;
-  for (int r = 0; r < g.size; ++r) {
-    if (r != g.rank && (peer < 0 || r == peer)) ranks.push_back(r);
+  for (int r = 0; r < call.g.size; ++r) {
+    if (r != call.g.rank && (call.peer < 0 || r == call.peer)) ranks.push_back(r);
   }
   return ranks;
 }
 
+int world_rank(const Call& call, int rank) { return call.g.world_ranks[static_cast<size_t>(rank)]; }
+
 /// A rank that is stopped or gone will not answer, however long one waits.
-bool someone_is_out(const GroupImpl& g, int peer) {
-  for (const int rank : awaited(g, peer)) {
-    const board::State state = board::look(world_rank_of(g, rank)).state;
+bool someone_is_out(const Call& call) {
+  for (const int rank : awaited(call)) {
+    const board::State state = board::look(world_rank(call, rank)).state;
     if (state == board::State::kStopped || state == board::State::kGone) return true;
   }
   return false;
 }
 
 /// Who keeps a wait from ending: the awaited ranks that are not in the same call themselves.
-std::string blame(const GroupImpl& g, int peer, const std::string& call) {
+std::string blame(const Call& call) {
+  const std::string own = name_of(call);
   std::vector<int> missing;
   std::string stories;
-  for (const int rank : awaited(g, peer)) {
-    const int world_rank = world_rank_of(g, rank);
-    const board::Seen seen = board::look(world_rank);
-    if (peer < 0 && seen.state == board::State::kWaiting && seen.call == call) continue;
+  for (const int rank : awaited(call)) {
+    const board::Seen seen = board::look(world_rank(call, rank));
+    if (call.peer < 0 && seen.state == board::State::kWaiting && seen.call == own) continue;
     missing.push_back(rank);
-    if (missing.size() <= 8) stories += "; " + board::describe(world_rank, seen);
+    if (missing.size() > 8) continue;
+    stories += "; " + board::describe(world_rank(call, rank), seen);
+    if (call.sequence == 0) continue;
+    const int64_t made = board::last_call(world_rank(call, rank), call.g.key, call.sequence);
+    if (made > 0 && made < call.sequence) {
+      stories += fmt::format(" (its last call of group {} was call {}, this is call {})",
+                             call.g.name,
+                             made,
+                             call.sequence);
+    }
   }
   std::string names;
   for (const int rank : missing) {
@@ -68,29 +71,36 @@ std::string blame(const GroupImpl& g, int peer, const std::string& call) {
   return (names.empty() ? std::string("any peer") : names) + stories;
 }
 
-}  // namespace
-
-std::string where(const GroupImpl& g, std::string_view what) {
-  return fmt::format("group {} rank {} of {}: {}", g.name, g.rank, g.size, what);
+/// Throws when a rank of this machine made another call as this one's number in the group.
+void check_order(const Call& call) {
+  if (call.sequence == 0) return;
+  for (const int rank : awaited(call)) {
+    const auto theirs = board::call_of(world_rank(call, rank), call.g.key, call.sequence);
+    if (!theirs || theirs->hash == call.hash) continue;
+    fail(ErrorKind::kComm,
+         "{}: the ranks of this group do not make the same calls: call {} is {} here and {} on "
+         "rank {} (world_rank {}); look for a call that one of them leaves out, makes in another "
+         "order or with another size",
+         call.where(),
+         call.sequence,
+         name_of(call),
+         theirs->text,
+         rank,
+         world_rank(call, rank));
+  }
 }
 
-void check(int code, const GroupImpl& g, std::string_view what, std::string_view call) {
-  if (code == MPI_SUCCESS) return;
-  char text[MPI_MAX_ERROR_STRING];
-  int length = 0;
-  MPI_Error_string(code, text, &length);
-  fail(ErrorKind::kComm,
-       "{}: {} failed: {}",
-       where(g, what),
-       call,
-       std::string_view(text, static_cast<size_t>(length)));
+/// A transport often fails because ranks made different calls; then that is the news.
+bool held(const std::function<bool()>& condition, const Call& call) {
+  try {
+    return condition();
+  } catch (const TransportError& error) {
+    tell_failure(error, call);
+  }
 }
 
-void wait(MPI_Request& request,
-          const GroupImpl& g,
-          std::string_view what,
-          std::string_view call,
-          int peer) {
+/// Blocks until the condition holds.
+void until_true(const std::function<bool()>& condition, const Call& call) {
   using std::chrono::steady_clock;
   struct Entered {
     bool in = false;
@@ -100,19 +110,15 @@ void wait(MPI_Request& request,
   } entered;
   // Ranks often share cores in tests, so after a short spin the thread yields them.
   const auto start = steady_clock::now();
-  auto last_good = start, looked = start;  // of a patient wait
-  std::string place;
+  auto last_good = start, looked = start;
   for (int64_t polls = 0;; ++polls) {
-    int done = 0;
-    check(MPI_Test(&request, &done, MPI_STATUS_IGNORE), g, what, call);
-    if (done != 0) return;
+    if (held(condition, call)) return;
     if (polls < 2000) {
       if (polls > 20) std::this_thread::yield();
       continue;
     }
     if (!entered.in) {
-      place = fmt::format("{} of {} (group {})", call, what, g.name);
-      board::enter(place);
+      board::enter(name_of(call));
       entered.in = true;
     }
     const auto now = steady_clock::now();
@@ -120,22 +126,56 @@ void wait(MPI_Request& request,
       return std::chrono::duration_cast<std::chrono::milliseconds>(now - since).count();
     };
     const int64_t waited = ms(start);
-    if (g_patient && ms(looked) >= 500) {
+    if (ms(looked) >= kLookEveryMs) {
       looked = now;
-      if (!someone_is_out(g, peer)) last_good = now;
+      check_order(call);
+      if (g_patient && !someone_is_out(call)) last_good = now;
     }
     if ((g_patient ? ms(last_good) : waited) >= g_timeout_ms) {
-      const std::string who = blame(g, peer, place);
-      abandon(request);
       fail(ErrorKind::kComm,
            "{}: {} got no answer in {} ms from {}. Look at that rank's log; raise the deadline "
            "(--comm-timeout-ms, or comm_timeout_ms in a scenario) if it is only slow",
-           where(g, what),
-           call,
+           call.where(),
+           op_name(call.op),
            waited,
-           who);
+           blame(call));
     }
     std::this_thread::sleep_for(std::chrono::microseconds(std::min<int64_t>(20 + waited, 1000)));
+  }
+}
+
+}  // namespace
+
+std::string Call::where() const {
+  return fmt::format("group {} rank {} of {}{}: {}",
+                     g.name,
+                     g.rank,
+                     g.size,
+                     g_step >= 0 ? fmt::format(" step {}", g_step) : "",
+                     what);
+}
+
+Until Call::until() const {
+  return [this](const std::function<bool()>& condition) { until_true(condition, *this); };
+}
+
+void tell_failure(const TransportError& error, const Call& call) {
+  check_order(call);
+  fail(ErrorKind::kComm, "{}: {}: {}", call.where(), op_name(call.op), error.what());
+}
+
+void announce(const Call& call) {
+  if (call.sequence == 0) return;
+  board::post(call.g.key, call.sequence, call.hash, name_of(call));
+  check_order(call);
+}
+
+void wait(Work& work, const Call& call) {
+  try {
+    until_true([&] { return work.done(); }, call);
+  } catch (...) {
+    work.abandon();
+    throw;
   }
 }
 
@@ -144,6 +184,8 @@ void set_comm_timeout_ms(int64_t ms) {
   g_timeout_ms = ms;
 }
 int64_t comm_timeout_ms() { return g_timeout_ms; }
+
+void set_comm_step(int64_t step) { g_step = step; }
 
 PatientWaits::PatientWaits() : before_(std::exchange(g_patient, true)) {}
 PatientWaits::~PatientWaits() { g_patient = before_; }

@@ -1,5 +1,7 @@
 // Every rank runs every test; a test passes when it passes on all ranks. Usage: mpirun -n N
-// rank_tests [gtest flags] [--hang-rank=R]
+// rank_tests [gtest flags] [--hang-rank=R]; LOCKSTEP_COMM=nccl runs all of it over NCCL,
+// LOCKSTEP_COMM_LEDGER=1 prints what each axis sent
+#include <dlfcn.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
 
@@ -8,6 +10,7 @@
 #include <string_view>
 #include <thread>
 
+#include "parallel/comm/ledger.hpp"
 #include "tests/rank/world.hpp"
 
 namespace lockstep::tests {
@@ -49,6 +52,11 @@ class RankPrinter final : public testing::EmptyTestEventListener {
 
 int main(int argc, char** argv) {
   using namespace lockstep;
+  // Before the first tensor: device memory is tested where the whole tensor library can be had.
+  if (const char* backend = std::getenv("LOCKSTEP_COMM");
+      backend != nullptr && std::string_view(backend) == "nccl") {
+    dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_GLOBAL);
+  }
   auto session = parallel::Session::start(&argc, &argv);
   tests::world_slot() = &session.world();
   parallel::set_comm_timeout_ms(60000);
@@ -69,5 +77,11 @@ int main(int argc, char** argv) {
   int failed = RUN_ALL_TESTS();
   // A rank whose tests failed may have left the others in a collective; their deadline ends them.
   if (failed != 0) session.abort(1);
+  if (const auto difference = parallel::compare_ledgers(session.world())) {
+    fmt::print(stderr, "world_rank {}: {}\n", session.world().rank(), difference->text);
+    failed = 1;
+  }
+  if (session.world().rank() == 0 && std::getenv("LOCKSTEP_COMM_LEDGER") != nullptr)
+    fmt::print("{}", parallel::ledger_table());
   return static_cast<int>(session.world().all_reduce_max(failed, "verdict"));
 }
