@@ -4,6 +4,8 @@
 #include <string>
 #include <utility>
 
+#include "parallel/comm/autograd.hpp"
+
 namespace lockstep::parallel {
 namespace {
 
@@ -57,24 +59,6 @@ const Shards& shards_of(AutogradContext* ctx) {
 std::string what_of(AutogradContext* ctx) {
   return ctx->saved_data["what"].toStringRef() + " gradient";
 }
-
-class GatherRows : public torch::autograd::Function<GatherRows> {
- public:
-  static Tensor forward(AutogradContext* ctx,
-                        const Tensor& local,
-                        const Shards* shards,
-                        const std::vector<int64_t>& rows,
-                        std::string_view what) {
-    remember(ctx, *shards, what);
-    ctx->saved_data["rows"] = rows;
-    return shards->group().all_gather_rows(local.contiguous(), rows, what);
-  }
-  static variable_list backward(AutogradContext* ctx, variable_list grads) {
-    const Tensor sum = shards_of(ctx).group().reduce_scatter_rows(
-        grads[0].contiguous(), ctx->saved_data["rows"].toIntVector(), what_of(ctx));
-    return {sum, Tensor(), Tensor(), Tensor()};
-  }
-};
 
 /// Receives a state from the left; its gradient goes back there.
 class ReceiveState : public torch::autograd::Function<ReceiveState> {
@@ -224,7 +208,8 @@ class ContextParallel final : public model::SequenceSeam {
   [[nodiscard]] bool is_local() const override { return false; }
 
   Tensor gather_rows(const Tensor& local, std::string_view what) override {
-    return GatherRows::apply(local, &shards_, shards_.rows(), what);
+    return parallel::gather_rows(
+        shards_.group(), local, shards_.rows(), GatheredUse::kDiffers, what);
   }
 
   Tensor conv_halo(const Tensor& x,
@@ -238,8 +223,12 @@ class ContextParallel final : public model::SequenceSeam {
     const int64_t have = std::min(depth, x.size(0));
     Tensor tail = x.narrow(0, x.size(0) - have, have);
     if (have < depth) tail = at::cat({at::zeros({depth - have, x.size(1)}, x.options()), tail}, 0);
-    const Tensor tails = GatherRows::apply(
-        tail, &shards_, std::vector<int64_t>(static_cast<size_t>(size), depth), what);
+    const Tensor tails =
+        parallel::gather_rows(shards_.group(),
+                              tail,
+                              std::vector<int64_t>(static_cast<size_t>(size), depth),
+                              GatheredUse::kDiffers,
+                              what);
     if (!packing.continues_from_left()) return keep_in_graph(tails, packing, depth, x.size(1));
 
     const Segment& first = packing.segments().front();

@@ -2,85 +2,11 @@
 
 #include <string>
 
+#include "parallel/comm/autograd.hpp"
 #include "parallel/mesh/layout.hpp"
 
 namespace lockstep::parallel {
 namespace {
-
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
-
-struct Call {
-  const Group* group;
-  std::string_view what;
-};
-
-void remember(AutogradContext* ctx, const Call& call) {
-  ctx->saved_data["group"] = reinterpret_cast<int64_t>(call.group);
-  ctx->saved_data["what"] = std::string(call.what);
-}
-const Group& group_of(AutogradContext* ctx) {
-  return *reinterpret_cast<const Group*>(ctx->saved_data["group"].toInt());
-}
-std::string what_of(AutogradContext* ctx) {
-  return ctx->saved_data["what"].toStringRef() + " gradient";
-}
-
-Tensor summed(const Group& group, const Tensor& tensor, std::string_view what) {
-  Tensor sum = tensor.contiguous().clone();
-  group.all_reduce_sum(sum, what);
-  return sum;
-}
-
-class Enter : public torch::autograd::Function<Enter> {
- public:
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Call& call) {
-    remember(ctx, call);
-    return x.view_as(x);
-  }
-  static variable_list backward(AutogradContext* ctx, variable_list grads) {
-    return {summed(group_of(ctx), grads[0], what_of(ctx)), Tensor()};
-  }
-};
-
-class Leave : public torch::autograd::Function<Leave> {
- public:
-  static Tensor forward(AutogradContext*, const Tensor& partial, const Call& call) {
-    return summed(*call.group, partial, call.what);
-  }
-  static variable_list backward(AutogradContext*, variable_list grads) {
-    return {grads[0], Tensor()};
-  }
-};
-
-/// Rows of every rank; backward: this rank's rows of the gradient, summed over ranks first if they
-/// differ.
-class GatherRows : public torch::autograd::Function<GatherRows> {
- public:
-  static Tensor forward(AutogradContext* ctx,
-                        const Tensor& x,
-                        const std::vector<int64_t>& rows,
-                        bool replicated,
-                        const Call& call) {
-    remember(ctx, call);
-    ctx->saved_data["rows"] = rows;
-    ctx->saved_data["replicated"] = replicated;
-    return call.group->all_gather_rows(x.contiguous(), rows, call.what);
-  }
-  static variable_list backward(AutogradContext* ctx, variable_list grads) {
-    const Group& group = group_of(ctx);
-    const std::vector<int64_t> rows = ctx->saved_data["rows"].toIntVector();
-    Tensor grad;
-    if (ctx->saved_data["replicated"].toBool()) {
-      int64_t first = 0;
-      for (int64_t r = 0; r < group.rank(); ++r) first += rows[static_cast<size_t>(r)];
-      grad = grads[0].narrow(0, first, rows[static_cast<size_t>(group.rank())]);
-    } else {
-      grad = group.reduce_scatter_rows(grads[0].contiguous(), rows, what_of(ctx));
-    }
-    return {grad, Tensor(), Tensor(), Tensor()};
-  }
-};
 
 class TensorParallel final : public model::TensorSplit {
  public:
@@ -90,18 +16,19 @@ class TensorParallel final : public model::TensorSplit {
   [[nodiscard]] bool is_local() const override { return false; }
   [[nodiscard]] bool splits_sums() const override { return splits_sums_; }
   Tensor enter(const Tensor& x, std::string_view what) override {
-    return Enter::apply(x, Call{&group_, what});
+    return share_with_ranks(group_, x, what);
   }
   Tensor leave(const Tensor& partial, std::string_view what) override {
-    return Leave::apply(partial, Call{&group_, what});
+    return sum_over_ranks(group_, partial, what);
   }
   Tensor gather_columns(const Tensor& x, bool replicated, std::string_view what) override {
     const std::vector<int64_t> columns = group_.all_gather(x.size(1), what);
-    return GatherRows::apply(x.t(), columns, replicated, Call{&group_, what}).t().contiguous();
+    const GatheredUse use = replicated ? GatheredUse::kReplicated : GatheredUse::kDiffers;
+    return parallel::gather_rows(group_, x.t(), columns, use, what).t().contiguous();
   }
   Tensor gather_rows(const Tensor& x, std::string_view what) override {
     const std::vector<int64_t> rows = group_.all_gather(x.size(0), what);
-    return GatherRows::apply(x, rows, true, Call{&group_, what});
+    return parallel::gather_rows(group_, x, rows, GatheredUse::kReplicated, what);
   }
   [[nodiscard]] std::pair<int64_t, int64_t> share(int64_t count) const override {
     const std::vector<int64_t> cuts = even_cuts(count, group_.size());
