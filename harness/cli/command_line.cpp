@@ -5,6 +5,7 @@
 #include <CLI/CLI.hpp>
 #include <csignal>
 #include <cstdio>
+#include <cstdlib>
 #include <functional>
 #include <iostream>
 
@@ -39,6 +40,8 @@ struct Program {
   ReportOptions report;
   DoctorOptions doctor;
   WorkerOptions worker;
+  std::string comm;
+  int64_t hang_rank = 0;
 
   CLI::App* add(CLI::App& parent,
                 const std::string& name,
@@ -49,6 +52,7 @@ struct Program {
     CLI::App* sub = parent.add_subcommand(name, about);
     const std::string full = &parent == &app ? name : parent.get_name() + " " + name;
     common(*sub);
+    if (all_ranks) ranks(*sub);
     if (!examples.empty()) sub->footer("\nExamples:\n" + examples);
     sub->callback([this, full, all_ranks, act = std::move(act)] {
       command = full;
@@ -56,6 +60,18 @@ struct Program {
       action = act;
     });
     return sub;
+  }
+
+  /// Kept in the environment, so that ranks which this program starts have them too.
+  void ranks(CLI::App& sub) {
+    sub.add_option("--comm",
+                   comm,
+                   "What carries tensors between ranks: mpi, or nccl (through a GPU of each rank)")
+        ->check(CLI::IsMember({"mpi", "nccl"}))
+        ->each([](const std::string& name) { setenv("LOCKSTEP_COMM", name.c_str(), 1); });
+    sub.add_option("--hang-rank", hang_rank, "This rank waits for a debugger before it starts")
+        ->check(CLI::NonNegativeNumber)
+        ->each([](const std::string& rank) { setenv("LOCKSTEP_HANG_RANK", rank.c_str(), 1); });
   }
 
   void common(CLI::App& sub) {

@@ -8,12 +8,14 @@
 #include <chrono>
 #include <csignal>
 #include <cstdio>
+#include <cstdlib>
 #include <iostream>
 #include <thread>
 
 #include "harness/cli/errors.hpp"
 #include "harness/launch/mpi_start.hpp"
 #include "harness/launch/rank_guard.hpp"
+#include "parallel/comm/ledger.hpp"
 
 namespace lockstep::harness {
 namespace {
@@ -82,7 +84,9 @@ int on_ranks(const Context& context,
              const std::function<int(const parallel::Session&)>& body) {
   name_command(command);
   const bool launched = under_mpi_launcher();
-  if (launched) set_alarm(parallel::comm_timeout_ms());
+  // A rank that waits for a debugger does so in the start of its session.
+  if (launched && std::getenv("LOCKSTEP_HANG_RANK") == nullptr)
+    set_alarm(parallel::comm_timeout_ms());
   parallel::Session session = parallel::Session::start(nullptr, nullptr);
   if (launched) set_alarm(0);
   const int64_t world_rank = session.world().rank();
@@ -92,6 +96,8 @@ int on_ranks(const Context& context,
     const int code = body(session);
     const parallel::PatientWaits patient;  // rank 0 may still be writing
     const int worst = static_cast<int>(session.world().all_reduce_max(code, "exit code"));
+    if (world_rank == 0 && std::getenv("LOCKSTEP_COMM_LEDGER") != nullptr)
+      std::fputs(parallel::ledger_table().c_str(), stderr);
     set_alarm(parallel::comm_timeout_ms());  // for what MPI does at the end
     return worst;
   } catch (const std::exception& error) {

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <sstream>
@@ -132,6 +133,8 @@ Outcome run_command(const std::vector<std::string>& command,
   failed.close_end(1);
 
   Outcome outcome;
+  // What a rank says that waits for a debugger has to be read at once.
+  const bool live = std::getenv("LOCKSTEP_HANG_RANK") != nullptr;
   std::string line;
   pollfd fds[2] = {{out.read_end(), POLLIN, 0}, {err.read_end(), POLLIN, 0}};
   while (fds[0].fd >= 0 || fds[1].fd >= 0) {
@@ -152,6 +155,7 @@ Outcome run_command(const std::vector<std::string>& command,
     if (fds[1].fd >= 0 && fds[1].revents != 0) {
       std::string got;
       if (!drain(fds[1].fd, got)) fds[1].fd = -1;
+      if (live) std::fputs(got.c_str(), stderr);
       keep_tail(outcome.errors, got);
     }
   }

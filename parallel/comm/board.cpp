@@ -207,6 +207,7 @@ Seen look(int world_rank) {
   Seen seen;
   seen.pid = line->pid.load();
   const char state = process_state(seen.pid);
+  if (line->waiting.load() != 0) seen.call.assign(line->call, strnlen(line->call, kCallBytes));
   if (line->left.load() != 0) {
     seen.state = State::kLeft;
   } else if (gone(state)) {
@@ -215,7 +216,6 @@ Seen look(int world_rank) {
     seen.state = State::kStopped;
   } else if (line->waiting.load() != 0) {
     seen.state = State::kWaiting;
-    seen.call.assign(line->call, strnlen(line->call, kCallBytes));
   } else {
     seen.state = State::kComputing;
   }
@@ -226,17 +226,18 @@ std::string describe(int world_rank, const Seen& seen) {
   const std::string who = seen.pid == 0
                               ? fmt::format("world_rank {}", world_rank)
                               : fmt::format("world_rank {} (process {})", world_rank, seen.pid);
+  const std::string last = seen.call.empty() ? "" : "; it waited in " + seen.call;
   switch (seen.state) {
     case State::kComputing:
       return who + " runs and has not reached this call";
     case State::kWaiting:
       return fmt::format("{} waits in {}", who, seen.call);
     case State::kStopped:
-      return fmt::format("{} is stopped; `kill -CONT {}` resumes it", who, seen.pid);
+      return fmt::format("{} is stopped; `kill -CONT {}` resumes it{}", who, seen.pid, last);
     case State::kGone:
-      return who + " is gone: it crashed or was killed";
+      return who + " is gone: it crashed or was killed" + last;
     case State::kLeft:
-      return who + " has ended";
+      return who + " has ended" + last;
     default:
       return who + " is on another machine; look at its log";
   }

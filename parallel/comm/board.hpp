@@ -22,7 +22,7 @@ enum class State {
 struct Seen {
   State state = State::kUnknown;
   int pid = 0;
-  std::string call;  ///< for kWaiting
+  std::string call;  ///< that it waits in, or waited in last
 };
 
 /// Collective over all ranks, after MPI_Init. Where the ranks of a machine cannot share memory

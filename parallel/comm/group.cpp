@@ -70,6 +70,12 @@ void check_rows(
                  plan.count.size());
 }
 
+std::vector<int64_t> even_slices(int64_t count, int64_t size) {
+  std::vector<int64_t> slices;
+  for (int64_t r = 0; r < size; ++r) slices.push_back(count * (r + 1) / size - count * r / size);
+  return slices;
+}
+
 uint64_t hash_of(std::initializer_list<int64_t> values) {
   uint64_t hash = kHashStart;
   for (const int64_t value : values) hash = hash_value(hash, value);
@@ -158,8 +164,9 @@ Group Group::split(int64_t color, int64_t key, std::string name) const {
     part->name = std::move(name);
     return Group(std::move(part));
   }
-  // A split itself has no deadline; a rank that is missing shows here.
-  const Call call = begin(g, CommOp::kSplit, name, 0, 0, kHashStart);
+  // A split itself has no deadline; a rank that is missing shows here. Its parts may have different
+  // names.
+  const Call call = begin(g, CommOp::kSplit, "the group into parts", 0, 0, kHashStart);
   const WorkPtr all_here = start(call, [&](const Until& until) { return g.host->barrier(until); });
   wait(*all_here, call);
   MPI_Comm comm = MPI_COMM_NULL;
@@ -184,21 +191,24 @@ void Group::all_reduce_sum(Tensor& tensor, std::string_view what) const {
   if (g.size == 1) return;
   check_tensor(tensor, g, what);
   const at::NoGradGuard no_grad;
-  const auto bytes = static_cast<int64_t>(tensor.nbytes());
-  const int64_t moved = 2 * (bytes - bytes / g.size);
-  const Call call = begin(
-      g, CommOp::kAllReduce, what, moved, moved, hash_of({tensor.numel(), tensor.element_size()}));
-  const Tensor work = through_host(tensor) ? tensor.cpu() : tensor;
-  const Tensor flat = work.view({-1});
+  const int64_t numel = tensor.numel(), element = tensor.element_size();
   // Each rank sums one slice over the ranks in ascending order, then all gather the slices: the
   // same bytes everywhere.
-  for (int64_t first = 0; first < flat.numel(); first += kChunkElements) {
-    const Tensor part = flat.narrow(0, first, std::min(kChunkElements, flat.numel() - first));
-    std::vector<int64_t> slice;
-    for (int64_t r = 0; r < g.size; ++r)
-      slice.push_back(part.numel() * (r + 1) / g.size - part.numel() * r / g.size);
-    const Rows rows(slice);
+  int64_t own = 0;
+  std::vector<Rows> slices;
+  for (int64_t first = 0; first < numel; first += kChunkElements) {
+    slices.emplace_back(even_slices(std::min(kChunkElements, numel - first), g.size));
+    own += slices.back().count[static_cast<size_t>(g.rank)];
+  }
+  const int64_t moved = (numel - own + own * (g.size - 1)) * element;
+  const Call call = begin(g, CommOp::kAllReduce, what, moved, moved, hash_of({numel, element}));
+  const Tensor work = through_host(tensor) ? tensor.cpu() : tensor;
+  const Tensor flat = work.view({-1});
+  int64_t first = 0;
+  for (const Rows& rows : slices) {
+    const Tensor part = flat.narrow(0, first, rows.total);
     part.copy_(gather(call, scatter_sum(call, part, rows), rows));
+    first += rows.total;
   }
   if (!work.is_same(tensor)) tensor.copy_(work);
 }

@@ -122,9 +122,9 @@ class PatientWaits {
 };
 
 /// MPI of this process. start() initialises MPI when the process was started by mpirun or a Slurm
-/// MPI launcher (environment tells), else the world is a group of one and MPI is never touched; the
-/// backend is that of LOCKSTEP_COMM in the environment, if set. The
-/// destructor finalises unless an error was reported.
+/// MPI launcher (environment tells), else the world is a group of one and MPI is never touched.
+/// LOCKSTEP_COMM=mpi|nccl in the environment sets the backend; with LOCKSTEP_HANG_RANK=R rank R
+/// waits here for a debugger. The destructor finalises unless an error was reported.
 class Session {
  public:
   static Session start(int* argc, char*** argv);

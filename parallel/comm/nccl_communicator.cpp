@@ -73,9 +73,12 @@ void Communicator::issue(const std::function<void(ncclComm_t, cudaStream_t)>& bo
 void Communicator::check() {
   if (comm_ == nullptr)
     throw TransportError(fmt::format("this NCCL communicator was given up: {}", why_));
-  ncclResult_t state = ncclSuccess;
-  check_nccl(nccl_api()->async_error(comm_, &state), "state");
-  check_nccl(state, "communicator");
+  try {
+    (void)settled();
+  } catch (const TransportError& error) {
+    abort(error.what());
+    throw;
+  }
 }
 
 void Communicator::abort(const std::string& why) noexcept {

@@ -1,13 +1,53 @@
 #include <mpi.h>
+#include <unistd.h>
 
+#include <chrono>
+#include <csignal>
+#include <cstdio>
 #include <cstdlib>
+#include <thread>
 #include <utility>
 
 #include "parallel/comm/board.hpp"
 #include "parallel/comm/group_impl.hpp"
 #include "parallel/comm/mpi_transport.hpp"
 
+/// Of a rank that waits for a debugger, which sets it to 0. Its name is for people.
+extern "C" {
+volatile std::sig_atomic_t lockstep_hang = 0;
+}
+
 namespace lockstep::parallel {
+namespace {
+
+void go_on(int) { lockstep_hang = 0; }
+
+void wait_for_debugger(int64_t world_rank) {
+  char host[256] = "this machine";
+  gethostname(host, sizeof host - 1);
+  fmt::print(
+      stderr,
+      "world_rank {0} on {1} waits for a debugger: `gdb -p {2}`, then `set var "
+      "*(int*)&lockstep_hang = 0` and `continue`; or `kill -CONT {2}` to go on without one\n",
+      world_rank,
+      host,
+      getpid());
+  std::fflush(stderr);
+  lockstep_hang = 1;
+  const auto before = std::signal(SIGCONT, go_on);
+  while (lockstep_hang != 0) std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  std::signal(SIGCONT, before);
+}
+
+/// One rank waits for a debugger; the others are patient for as long as it lives.
+void hang_if_asked(int64_t world_rank) {
+  const char* wish = std::getenv("LOCKSTEP_HANG_RANK");
+  if (wish == nullptr || *wish == '\0') return;
+  static const PatientWaits patient;
+  if (std::atoll(wish) == world_rank) wait_for_debugger(world_rank);
+}
+
+}  // namespace
 
 Session Session::start(int* argc, char*** argv) {
   bool launched = false;
@@ -22,10 +62,12 @@ Session Session::start(int* argc, char*** argv) {
   MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
   MPI_Comm_size(MPI_COMM_WORLD, &size);
   if (size > 1) board::open();
+  Session session(true,
+                  Group(std::make_shared<GroupImpl>(MPI_COMM_WORLD, false, kHashStart, "world")));
+  hang_if_asked(session.world().rank());
   if (const char* wish = std::getenv("LOCKSTEP_COMM"))
     set_comm_backend(comm_backend_from_string(wish));
-  return Session(true,
-                 Group(std::make_shared<GroupImpl>(MPI_COMM_WORLD, false, kHashStart, "world")));
+  return session;
 }
 
 bool Session::claim_report() noexcept { return board::claim_report(); }

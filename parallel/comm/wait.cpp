@@ -16,10 +16,13 @@ bool g_patient = false;
 
 constexpr int64_t kLookEveryMs = 50;
 
+std::string short_name(const Call& call) {
+  return fmt::format("{} of {}", op_name(call.op), call.what);
+}
+
 std::string name_of(const Call& call) {
-  return fmt::format("{} of {} (group {}{})",
-                     op_name(call.op),
-                     call.what,
+  return fmt::format("{} (group {}{})",
+                     short_name(call),
                      call.g.name,
                      call.sequence > 0 ? fmt::format(", call {}", call.sequence) : "");
 }
@@ -83,7 +86,7 @@ void check_order(const Call& call) {
          "order or with another size",
          call.where(),
          call.sequence,
-         name_of(call),
+         short_name(call),
          theirs->text,
          rank,
          world_rank(call, rank));
@@ -102,24 +105,22 @@ bool held(const std::function<bool()>& condition, const Call& call) {
 /// Blocks until the condition holds.
 void until_true(const std::function<bool()>& condition, const Call& call) {
   using std::chrono::steady_clock;
-  struct Entered {
-    bool in = false;
-    ~Entered() {
-      if (in) board::leave();
-    }
-  } entered;
+  bool entered = false;
   // Ranks often share cores in tests, so after a short spin the thread yields them.
   const auto start = steady_clock::now();
   auto last_good = start, looked = start;
   for (int64_t polls = 0;; ++polls) {
-    if (held(condition, call)) return;
+    if (held(condition, call)) {
+      if (entered) board::leave();  // after a failure others may still want to know where
+      return;
+    }
     if (polls < 2000) {
       if (polls > 20) std::this_thread::yield();
       continue;
     }
-    if (!entered.in) {
+    if (!entered) {
       board::enter(name_of(call));
-      entered.in = true;
+      entered = true;
     }
     const auto now = steady_clock::now();
     const auto ms = [&](steady_clock::time_point since) {
@@ -166,7 +167,7 @@ void tell_failure(const TransportError& error, const Call& call) {
 
 void announce(const Call& call) {
   if (call.sequence == 0) return;
-  board::post(call.g.key, call.sequence, call.hash, name_of(call));
+  board::post(call.g.key, call.sequence, call.hash, short_name(call));
   check_order(call);
 }
 

@@ -40,6 +40,10 @@ TEST(CommLedger, BytesOfAGroupAreWhatItsCallsMove) {
   // Three calls of 60 bytes to every other rank; the sum is cut in n, sent around twice.
   EXPECT_EQ(total.bytes_sent, (n - 1) * (3 * 60 + 2 * 7 * 8));
   EXPECT_EQ(total.bytes_received, total.bytes_sent);
+  // One element is summed by the last rank, which gets the others' and sends them the sum.
+  Tensor one = at::ones({1}, at::kDouble);
+  group.all_reduce_sum(one, "one");
+  EXPECT_EQ(total_of("bytes").bytes_sent - total.bytes_sent, 8 * (me == n - 1 ? n - 1 : 1));
   EXPECT_NE(parallel::ledger_table().find("bytes"), std::string::npos);
 }
 

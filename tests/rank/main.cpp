@@ -3,12 +3,9 @@
 // LOCKSTEP_COMM_LEDGER=1 prints what each axis sent
 #include <dlfcn.h>
 #include <gtest/gtest.h>
-#include <unistd.h>
 
-#include <chrono>
 #include <cstdlib>
 #include <string_view>
-#include <thread>
 
 #include "parallel/comm/ledger.hpp"
 #include "tests/rank/world.hpp"
@@ -53,25 +50,19 @@ class RankPrinter final : public testing::EmptyTestEventListener {
 int main(int argc, char** argv) {
   using namespace lockstep;
   // Before the first tensor: device memory is tested where the whole tensor library can be had.
-  if (const char* backend = std::getenv("LOCKSTEP_COMM");
-      backend != nullptr && std::string_view(backend) == "nccl") {
+  const char* backend = std::getenv("LOCKSTEP_COMM");
+  const char* library = std::getenv("LOCKSTEP_NCCL_LIBRARY");
+  const bool fake = library != nullptr && *library == '\0';
+  if (backend != nullptr && std::string_view(backend) == "nccl" && !fake)
     dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_GLOBAL);
+  for (int i = 1; i < argc; ++i) {
+    const std::string_view flag(argv[i]);
+    if (flag.starts_with("--hang-rank=")) setenv("LOCKSTEP_HANG_RANK", argv[i] + 12, 1);
   }
   auto session = parallel::Session::start(&argc, &argv);
   tests::world_slot() = &session.world();
   parallel::set_comm_timeout_ms(60000);
   testing::InitGoogleTest(&argc, argv);
-  for (int i = 1; i < argc; ++i) {
-    const std::string_view flag(argv[i]);
-    if (flag.starts_with("--hang-rank=") && std::atoi(argv[i] + 12) == session.world().rank()) {
-      fmt::print(stderr,
-                 "world_rank {} waits for a debugger: gdb -p {}, then set var wait_here = false\n",
-                 session.world().rank(),
-                 getpid());
-      volatile bool wait_here = true;
-      while (wait_here) std::this_thread::sleep_for(std::chrono::seconds(1));
-    }
-  }
   testing::TestEventListeners& listeners = testing::UnitTest::GetInstance()->listeners();
   listeners.Append(new tests::RankPrinter(listeners.Release(listeners.default_result_printer())));
   int failed = RUN_ALL_TESTS();
