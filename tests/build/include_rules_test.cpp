@@ -101,7 +101,7 @@ const std::map<std::string, Rooms>& third_party() {
       {"toml++/", {"model/config", "harness/launch", "harness/cli"}},
       {"CLI/", {"harness/cli"}},
       {"ATen/", {"model/base"}},
-      {"torch/", {"model/base", "model/layers"}},
+      {"torch/", {"model/base", "model/ops", "model/layers"}},
       {"cuda", {"parallel/comm", "model/ops"}},
   };
   return table;
