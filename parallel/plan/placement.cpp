@@ -93,26 +93,58 @@ Placement place_parameter(const model::ModelConfig& config,
   return result;
 }
 
+namespace {
+
+ParamSpec spec_of(const Placement& placed,
+                  const model::ModelConfig& config,
+                  const model::Numerics& num) {
+  const model::Parameter& parameter = placed.parameter;
+  ParamSpec spec;
+  spec.name = parameter.name;
+  spec.expert = parameter.expert;
+  spec.shape = placed.shape();
+  spec.compute_dtype = model::parameter_dtype(parameter.name, num);
+  spec.tp_split = placed.slice.dim >= 0;
+  spec.trainable = !parameter.frozen && !parameter.buffer;
+  spec.unit = parameter.layer >= 0                   ? parameter.layer
+              : parameter.name.starts_with("embed_") ? model::kStemUnit
+                                                     : model::head_unit(config.num_hidden_layers);
+  if (config.tie_word_embeddings && parameter.name == "embed_tokens.weight")
+    spec.alias = "lm_head.weight";
+  return spec;
+}
+
+std::vector<Placement> placements(const model::ModelConfig& config,
+                                  const model::Numerics& num,
+                                  const model::Topology& topology,
+                                  const Coordinates& place) {
+  std::vector<Placement> all;
+  for (const model::Parameter& parameter : model::expected_parameters(config)) {
+    if (config.tie_word_embeddings && parameter.name == "lm_head.weight") continue;
+    all.push_back(place_parameter(config, num, topology, place, parameter));
+  }
+  return all;
+}
+
+}  // namespace
+
+std::vector<ParamSpec> parameter_specs(const model::ModelConfig& config,
+                                       const model::Numerics& num,
+                                       const model::Topology& topology,
+                                       const Coordinates& place) {
+  std::vector<ParamSpec> specs;
+  for (const Placement& placed : placements(config, num, topology, place))
+    specs.push_back(spec_of(placed, config, num));
+  return specs;
+}
+
 std::vector<ParamSpec> parameter_specs(const model::WeightSource& source,
                                        const model::Numerics& num,
                                        const Mesh& mesh) {
   const model::ModelConfig& config = source.config();
   std::vector<ParamSpec> specs;
-  for (const model::Parameter& parameter : model::expected_parameters(config)) {
-    if (config.tie_word_embeddings && parameter.name == "lm_head.weight") continue;
-    const Placement placed = place_parameter(config, num, mesh.topology(), mesh.place(), parameter);
-    ParamSpec spec;
-    spec.name = parameter.name;
-    spec.expert = parameter.expert;
-    spec.shape = placed.shape();
-    spec.compute_dtype = model::parameter_dtype(parameter.name, num);
-    spec.tp_split = placed.slice.dim >= 0;
-    spec.trainable = !parameter.frozen && !parameter.buffer;
-    spec.unit = parameter.layer >= 0                   ? parameter.layer
-                : parameter.name.starts_with("embed_") ? model::kStemUnit
-                                                       : model::head_unit(config.num_hidden_layers);
-    if (config.tie_word_embeddings && parameter.name == "embed_tokens.weight")
-      spec.alias = "lm_head.weight";
+  for (const Placement& placed : placements(config, num, mesh.topology(), mesh.place())) {
+    ParamSpec spec = spec_of(placed, config, num);
     spec.load_rows = [&source, placed](int64_t begin, int64_t end) {
       const std::string& name = placed.parameter.name;
       Tensor rows;

@@ -43,7 +43,12 @@ Placement place_parameter(const model::ModelConfig& config,
                           const Coordinates& place,
                           const model::Parameter& parameter);
 
-/// Every parameter as this rank needs it before sharding. `source` must outlive the first use.
+/// Every parameter as the rank at `place` needs it before sharding; nothing loads them.
+std::vector<ParamSpec> parameter_specs(const model::ModelConfig& config,
+                                       const model::Numerics& num,
+                                       const model::Topology& topology,
+                                       const Coordinates& place);
+/// The same for this rank, loaded from `source`, which must outlive the first use.
 std::vector<ParamSpec> parameter_specs(const model::WeightSource& source,
                                        const model::Numerics& num,
                                        const Mesh& mesh);

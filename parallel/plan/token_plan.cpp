@@ -27,17 +27,37 @@ std::vector<int64_t> document_cuts(const Packing& batch, int64_t data_ranks) {
 
 }  // namespace
 
+std::optional<std::string> cp_blocker(const model::Topology& topology,
+                                      const Packing& batch,
+                                      const std::vector<int64_t>& cuts) {
+  if (cuts.empty()) return std::nullopt;
+  const int64_t data_ranks = topology.dp * topology.fsdp, tokens = batch.global_tokens();
+  if (data_ranks != 1) {
+    return fmt::format("cuts were given for one row, but {} has {} rows; leave them out",
+                       model::to_string(topology),
+                       data_ranks);
+  }
+  if (static_cast<int64_t>(cuts.size()) == topology.cp + 1 && cuts.front() == 0 &&
+      cuts.back() == tokens && std::is_sorted(cuts.begin(), cuts.end()))
+    return std::nullopt;
+  return fmt::format(
+      "{} cuts from {} to {} do not fit cp = {} and {} tokens; give cp + 1 rows from 0 to the "
+      "number of tokens",
+      cuts.size(),
+      cuts.front(),
+      cuts.back(),
+      topology.cp,
+      tokens);
+}
+
 TokenPlan plan_tokens(const model::Topology& topology,
                       const Coordinates& place,
                       const Packing& batch,
                       const std::vector<int64_t>& cuts) {
   const int64_t data_ranks = topology.dp * topology.fsdp;
   const std::vector<int64_t>& cu = batch.cu_seqlens();
-  LOCKSTEP_CHECK(cuts.empty() || data_ranks == 1,
-                 kMesh,
-                 "tokens: cuts were given for one row, but {} has {} rows; leave them out",
-                 model::to_string(topology),
-                 data_ranks);
+  if (const auto reason = cp_blocker(topology, batch, cuts))
+    fail(ErrorKind::kMesh, "tokens: {}", *reason);
   const std::vector<int64_t> documents = document_cuts(batch, data_ranks);
   const int64_t mine = place.dp * topology.fsdp + place.fsdp;
   TokenPlan plan;
@@ -46,17 +66,6 @@ TokenPlan plan_tokens(const model::Topology& topology,
                last = static_cast<size_t>(documents[static_cast<size_t>(d) + 1]);
     const int64_t tokens = cu[last] - cu[first];
     const std::vector<int64_t> row_cuts = cuts.empty() ? even_cuts(tokens, topology.cp) : cuts;
-    LOCKSTEP_CHECK(static_cast<int64_t>(row_cuts.size()) == topology.cp + 1 &&
-                       row_cuts.front() == 0 && row_cuts.back() == tokens &&
-                       std::is_sorted(row_cuts.begin(), row_cuts.end()),
-                   kMesh,
-                   "tokens: {} cuts from {} to {} do not fit cp = {} and {} tokens; give cp + 1 "
-                   "rows from 0 to the number of tokens",
-                   row_cuts.size(),
-                   row_cuts.front(),
-                   row_cuts.back(),
-                   topology.cp,
-                   tokens);
     for (size_t r = 0; r + 1 < row_cuts.size(); ++r)
       plan.rows.push_back(row_cuts[r + 1] - row_cuts[r]);
     if (d != mine) continue;

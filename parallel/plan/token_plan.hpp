@@ -2,6 +2,8 @@
 #pragma once
 
 #include <memory>
+#include <optional>
+#include <string>
 #include <vector>
 
 #include "model/base/packing.hpp"
@@ -21,8 +23,15 @@ struct TokenPlan {
   std::vector<int64_t> rows;   ///< tokens of each rank of the tokens circle
 };
 
+/// Why a batch cannot be cut over context-parallel ranks as asked; nothing when it can. Documents
+/// of any number and length can be cut anywhere, and ranks may get no token; heads play no part,
+/// since cp does not split them. What remains are `cuts` that do not fit (empty: near-even).
+std::optional<std::string> cp_blocker(const model::Topology& topology,
+                                      const Packing& batch,
+                                      const std::vector<int64_t>& cuts);
+
 /// `batch`: the whole batch. cuts empty: near-even; else the cuts of the one row (dp x fsdp must be
-/// 1). Throws kMesh when cuts do not fit.
+/// 1). Throws kMesh with what cp_blocker says.
 TokenPlan plan_tokens(const model::Topology& topology,
                       const Coordinates& place,
                       const Packing& batch,

@@ -1,0 +1,173 @@
+// Bytes of a training step: the formula against what the ledger saw.
+#include "parallel/plan/traffic.hpp"
+
+#include <gtest/gtest.h>
+
+#include "harness/trainer/trainer.hpp"
+#include "model/config/config_json.hpp"
+#include "model/layers/context.hpp"
+#include "parallel/comm/ledger.hpp"
+#include "parallel/plan/footprint.hpp"
+#include "parallel/plan/placement.hpp"
+#include "tests/rank/world.hpp"
+
+namespace lockstep::tests {
+namespace {
+
+using harness::Documents;
+using harness::Trainer;
+using harness::TrainerOptions;
+using model::Topology;
+using parallel::Circle;
+using parallel::Traffic;
+
+std::shared_ptr<const model::WeightSource> tiny() {
+  static const std::shared_ptr<const model::WeightSource> source =
+      model::seeded_source(model::preset_config("tiny"), 7);
+  return source;
+}
+
+/// Over all purposes.
+using Totals = std::map<std::string, Traffic>;
+
+Totals in_ledger() {
+  Totals totals;
+  for (const parallel::LedgerTotals& sum : parallel::ledger_totals())
+    totals[sum.group] = {Circle::kAll, "", sum.calls, sum.bytes_sent, sum.bytes_received};
+  return totals;
+}
+
+Totals by_formula(const std::vector<Traffic>& lines) {
+  Totals totals;
+  for (const Traffic& line : lines) {
+    Traffic& sum = totals[std::string(parallel::circle_name(line.circle))];
+    sum.calls += line.calls;
+    sum.bytes_sent += line.bytes_sent;
+    sum.bytes_received += line.bytes_received;
+  }
+  return totals;
+}
+
+/// Of every layer with experts, those each token of the batch went to.
+std::map<int64_t, Tensor> routes(const harness::TrainerResult& result) {
+  std::map<int64_t, Tensor> experts;
+  for (const auto& [name, value] : result.trace)
+    experts[std::stoll(name.substr(std::string("layers.").size()))] = value;
+  return experts;
+}
+
+/// Every axis alone, and products of them.
+std::vector<Topology> some_topologies() {
+  const int64_t n = world().size();
+  std::vector<Topology> all{
+      {.dp = n}, {.fsdp = n}, {.fsdp = n, .ep = n}, {.cp = n}, {.cp = n, .ep = n}};
+  if (n <= 4) all.push_back({.tp = n});
+  if (n % 4 == 0) {
+    all.push_back({.fsdp = n / 2, .tp = 2, .ep = n / 2});
+    all.push_back({.fsdp = n / 2, .cp = 2, .ep = n});
+    all.push_back({.dp = n / 2, .cp = 2, .ep = 2});
+  }
+  return all;
+}
+
+struct Case {
+  std::string name, policy, sums, states;  ///< D61, D62
+  bool recompute;
+};
+
+class StepBytes : public testing::TestWithParam<Case> {};
+
+TEST_P(StepBytes, OfEveryAxisAreThoseOfTheFormula) {
+  TrainerOptions options;
+  options.numerics = model::Numerics::policy(GetParam().policy);
+  options.numerics.set("D61", GetParam().sums);
+  options.numerics.set("D62", GetParam().states);
+  options.recompute = GetParam().recompute;
+  options.trace = "layers.*.mlp.gate.experts";
+  options.optimizer = parallel::OptimizerOptions{};
+  options.router_bias_speed = 1e-3;
+  const Documents docs =
+      harness::random_documents({33, 1, 12, 25, 40}, tiny()->config().vocab_size, 0, 3);
+  for (const Topology& topology : some_topologies()) {
+    const parallel::Mesh mesh = parallel::Mesh::create(world(), topology);
+    Trainer trainer(tiny(), options, mesh);
+    const std::map<int64_t, Tensor> experts = routes(trainer.run(docs));
+    const Totals before = in_ledger();
+    (void)trainer.train_step({docs});
+    const Totals after = in_ledger();
+    const parallel::StepPlan plan{.config = tiny()->config(),
+                                  .num = options.numerics,
+                                  .topology = topology,
+                                  .batch = docs.packing,
+                                  .cp_cuts = {},
+                                  .recompute = options.recompute,
+                                  .balance = true,
+                                  .routes = experts};
+    const std::vector<Traffic> lines = parallel::step_traffic(plan, world().rank());
+    Totals expected = by_formula(lines);
+    const std::string what = model::to_string(topology) + ", " + GetParam().name;
+    for (const Circle circle : parallel::kCircles) {
+      const std::string name(parallel::circle_name(circle));
+      const auto moved = [&](const Totals& totals) {
+        const auto found = totals.find(name);
+        return found == totals.end() ? Traffic{} : found->second;
+      };
+      const Traffic a = moved(after), b = moved(before), want = moved(expected);
+      EXPECT_EQ(a.calls - b.calls, want.calls) << what << ": calls of " << name;
+      EXPECT_EQ(a.bytes_sent - b.bytes_sent, want.bytes_sent) << what << ": " << name;
+      EXPECT_EQ(a.bytes_received - b.bytes_received, want.bytes_received) << what << ": " << name;
+    }
+    if (world().rank() != 0) continue;
+    fmt::print("bytes of a step, {}: rank 0, by formula and in the ledger\n", what);
+    for (const Traffic& line : lines)
+      fmt::print("  {:<12} {:<22} {:>5} calls {:>12} sent {:>12} received\n",
+                 parallel::circle_name(line.circle),
+                 line.what,
+                 line.calls,
+                 line.bytes_sent,
+                 line.bytes_received);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Numerics,
+                         StepBytes,
+                         testing::Values(Case{"Float32", "float32", "one", "handover", false},
+                                         Case{"BFloat16SplitSumsAffineStatesRecompute",
+                                              "fsdp-fp32-islands",
+                                              "tp",
+                                              "affine-fp32",
+                                              true}),
+                         [](const auto& c) { return c.param.name; });
+
+TEST(Footprint, IsThatOfTheShards) {
+  const model::Numerics num = model::Numerics::policy("fsdp-fp32-islands");
+  const model::ModelConfig& config = tiny()->config();
+  for (const Topology& topology : some_topologies()) {
+    const parallel::Mesh mesh = parallel::Mesh::create(world(), topology);
+    parallel::ShardOptions options;
+    options.masters = true;
+    options.wide = num.acc();
+    options.head_unit = model::head_unit(config.num_hidden_layers);
+    const parallel::ShardedParameters params(
+        parallel::parameter_specs(*tiny(), num, mesh), mesh, options);
+    int64_t elements = 0, bytes = 0, trained = 0;
+    for (const parallel::Shard& shard : params.shards()) {
+      elements += shard.value.numel();
+      bytes += static_cast<int64_t>(shard.value.nbytes());
+      if (shard.spec.trainable) trained += static_cast<int64_t>(shard.value.nbytes());
+    }
+    parallel::Footprint sum;
+    for (const parallel::Footprint& f :
+         parallel::footprint(config, num, topology, world().rank())) {
+      sum.elements += f.elements;
+      sum.parameters += f.parameters;
+      sum.gradients += f.gradients;
+    }
+    EXPECT_EQ(sum.elements, elements) << model::to_string(topology);
+    EXPECT_EQ(sum.parameters, bytes) << model::to_string(topology);
+    EXPECT_EQ(sum.gradients, trained) << model::to_string(topology);
+  }
+}
+
+}  // namespace
+}  // namespace lockstep::tests
