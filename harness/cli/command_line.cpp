@@ -37,6 +37,7 @@ struct Program {
   GoldenOptions golden;
   BenchOptions bench;
   ListOptions list;
+  PlanOptions plan;
   ReportOptions report;
   DoctorOptions doctor;
   WorkerOptions worker;
@@ -305,6 +306,41 @@ void add_golden_commands(Program& p) {
   diff->add_option("--data", p.golden.data, data_help);
 }
 
+void add_plan_command(Program& p) {
+  CLI::App* plan = p.add(
+      p.app,
+      "plan",
+      "A training step on paper: ranks and their groups, tokens, memory, bytes moved on every axis",
+      "  lockstep plan scenarios/cp_equivalence.toml\n"
+      "  lockstep plan --config glm-5.3-flash --topology fsdp=2,cp=8,ep=8 --documents 131072 "
+      "--policy fsdp-fp32-islands --recompute\n\n"
+      "Computes nothing and needs no mpirun. Bytes of ep are those of an even load of the "
+      "experts.\n",
+      false,
+      [&p] { return run_command_plan(p.plan, p.context); });
+  PlanOptions& o = p.plan;
+  plan->add_option("paths", o.paths, "Scenario files, or folders of them");
+  plan->add_option("--set", o.sets, "key=value put into every scenario, run.*.KEY for all runs");
+  CLI::Option* config = plan->add_option(
+      "--config", o.config, "Instead of a scenario: a preset, or a config.json or its folder");
+  plan->add_option("--topology", o.topology, "Ranks per axis: fsdp=2,cp=8,ep=8")->needs(config);
+  plan->add_option("--documents", o.documents, "Tokens of each document of the batch")
+      ->delimiter(',')
+      ->needs(config);
+  plan->add_option("--cp-cuts", o.cp_cuts, "Rows where cp cuts the row, from 0; default near-even")
+      ->delimiter(',')
+      ->needs(config);
+  plan->add_option("--policy", o.policy, "Numerics policy; see `lockstep list policies`")
+      ->capture_default_str()
+      ->needs(config);
+  plan->add_option("--numerics", o.numerics, "Switch that differs from the policy: D61=tp")
+      ->needs(config);
+  plan->add_flag("--recompute", o.recompute, "Layers are recomputed in backward")->needs(config);
+  plan->add_option("--defaults", o.defaults, kDefaultsHelp)->capture_default_str()->needs(config);
+  plan->add_option("--ranks", o.ranks, "Ranks that there are; a plan that needs more is refused")
+      ->check(CLI::PositiveNumber);
+}
+
 void add_machine_commands(Program& p) {
   CLI::App* bench =
       p.add(p.app,
@@ -406,6 +442,7 @@ int run_program(int argc, char** argv) {
   add_run_commands(p);
   add_file_commands(p);
   add_golden_commands(p);
+  add_plan_command(p);
   add_machine_commands(p);
   refuse_empty_values(p.app);
   try {

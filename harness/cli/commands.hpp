@@ -91,6 +91,18 @@ struct ListOptions {
 };
 int run_command_list(const ListOptions& options, const Context& context);
 
+/// Scenario files, or one model with a topology.
+struct PlanOptions {
+  std::vector<std::filesystem::path> paths;
+  std::vector<std::string> sets;
+  std::string config, topology, policy = "float32", defaults = "refuse";
+  std::vector<std::string> numerics;        ///< "D61=tp"
+  std::vector<int64_t> documents, cp_cuts;  ///< lengths; rows
+  int64_t ranks = 0;                        ///< that there are; 0: as many as needed
+  bool recompute = false;
+};
+int run_command_plan(const PlanOptions& options, const Context& context);
+
 struct ReportOptions {
   std::filesystem::path folder;
 };

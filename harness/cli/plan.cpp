@@ -1,0 +1,141 @@
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <nlohmann/json.hpp>
+
+#include "harness/cli/commands.hpp"
+#include "harness/launch/workload.hpp"
+#include "harness/runner/step_plan.hpp"
+#include "model/config/config_json.hpp"
+
+namespace lockstep::harness {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+struct Planned {
+  std::string title, scenario, point, run, policy;
+  StepPlanText step;
+};
+
+/// A preset by name, or a config file or folder.
+model::ModelConfig config_of(const PlanOptions& options) {
+  const std::vector<std::string> presets = model::preset_names();
+  if (std::find(presets.begin(), presets.end(), options.config) != presets.end())
+    return model::preset_config(options.config);
+  LOCKSTEP_CHECK(std::filesystem::exists(options.config),
+                 kInput,
+                 "plan: --config {}: neither a file or folder nor a preset; presets are {}",
+                 options.config,
+                 fmt::join(presets, ", "));
+  return model::load_config(options.config, parse_defaults(options.defaults));
+}
+
+void check_ranks(const PlanOptions& options, const std::string& what, const model::Topology& t) {
+  LOCKSTEP_CHECK(options.ranks == 0 || t.num_ranks() <= options.ranks,
+                 kMesh,
+                 "plan: {}: topology {} needs {} ranks, --ranks says that there are {}; use "
+                 "smaller degrees",
+                 what,
+                 model::to_string(t),
+                 t.num_ranks(),
+                 options.ranks);
+}
+
+Planned plan_config(const PlanOptions& options) {
+  const model::ModelConfig config = config_of(options);
+  const model::Topology topology = model::parse_topology(options.topology);
+  check_ranks(options, options.config, topology);
+  RunSpec run;
+  run.policy = options.policy;
+  for (const std::string& text : options.numerics) {
+    const size_t equals = text.find('=');
+    LOCKSTEP_CHECK(equals != std::string::npos,
+                   kInput,
+                   "plan: --numerics {}: write SWITCH=VALUE, such as D61=tp",
+                   text);
+    run.numerics.emplace_back(text.substr(0, equals), text.substr(equals + 1));
+  }
+  for (const int64_t length : options.documents)
+    LOCKSTEP_CHECK(length >= 0, kInput, "plan: --documents: a length of {} tokens", length);
+  const model::Numerics num = numerics_of(run);
+  Planned planned;
+  planned.policy = num.name();
+  planned.title =
+      fmt::format("{}: {} ({})", options.config, num.name(), model::to_string(topology));
+  planned.step = describe_step({.config = config,
+                                .num = num,
+                                .topology = topology,
+                                .batch = Packing::of_lengths(options.documents),
+                                .cp_cuts = options.cp_cuts,
+                                .recompute = options.recompute});
+  return planned;
+}
+
+void plan_scenario(const std::filesystem::path& file,
+                   const PlanOptions& options,
+                   std::vector<Planned>& list) {
+  const ScenarioSet set = load_scenario(file, options.sets);
+  for (const ScenarioPoint& point : set.points) {
+    const model::ModelConfig config = resolve_config(point.scenario.model);
+    const Packing batch = load_workload(point.scenario).documents.packing;
+    for (const RunSpec& run : point.scenario.runs) {
+      const std::string label = point.label();
+      const std::string title = fmt::format(
+          "{}{}: run {}", set.name, label.empty() ? "" : fmt::format(" ({})", label), run.name);
+      check_ranks(options, title, run.topology);
+      const model::Numerics num = numerics_of(run);
+      try {
+        list.push_back(
+            {fmt::format("{}: {} ({})", title, num.name(), model::to_string(run.topology)),
+             set.name,
+             label,
+             run.name,
+             num.name(),
+             describe_step({.config = config,
+                            .num = num,
+                            .topology = run.topology,
+                            .batch = batch,
+                            .cp_cuts = run.cp_cuts,
+                            .recompute = run.recompute})});
+      } catch (const Error& error) {
+        throw Error(error.kind(), fmt::format("scenario {}: {}", run.where, error.what()));
+      }
+    }
+  }
+}
+
+Json to_json(const Planned& planned) {
+  Json out = {{"policy", planned.policy}};
+  if (!planned.scenario.empty()) {
+    out["scenario"] = planned.scenario;
+    out["point"] = planned.point;
+    out["run"] = planned.run;
+  }
+  out.update(Json::parse(planned.step.json));
+  return out;
+}
+
+}  // namespace
+
+int run_command_plan(const PlanOptions& options, const Context& context) {
+  LOCKSTEP_CHECK(options.paths.empty() != options.config.empty(),
+                 kInput,
+                 "plan: name scenario files, or a model with --config, {}",
+                 options.config.empty() ? "got neither" : "not both");
+  std::vector<Planned> list;
+  if (!options.config.empty()) list.push_back(plan_config(options));
+  for (const std::filesystem::path& file : find_scenarios(options.paths))
+    plan_scenario(file, options, list);
+  if (context.json) {
+    Json plans = Json::array();
+    for (const Planned& planned : list) plans.push_back(to_json(planned));
+    print(Json{{"plans", plans}}.dump(2) + "\n");
+    return 0;
+  }
+  for (const Planned& planned : list) print(planned.title + "\n" + planned.step.text);
+  return 0;
+}
+
+}  // namespace lockstep::harness

@@ -1,0 +1,157 @@
+// `lockstep plan`: a step on paper, from a scenario or from options.
+#include <map>
+#include <nlohmann/json.hpp>
+
+#include "model/checkpoint/parameters.hpp"
+#include "model/config/config_json.hpp"
+#include "tests/unit/cli_program_support.hpp"
+
+namespace lockstep::harness {
+namespace {
+
+using Json = nlohmann::json;
+
+class Plan : public Program {
+ protected:
+  static Outcome plan(std::vector<std::string> words) {
+    words.insert(words.begin(), "plan");
+    return lockstep(std::move(words));
+  }
+  static Json first_of(const Outcome& outcome) {
+    EXPECT_EQ(outcome.exit_code, 0) << outcome.errors;
+    return Json::parse(outcome.output)["plans"][0];
+  }
+};
+
+TEST_F(Plan, NamesTheGroupsOfEveryAxis) {
+  const Json plan_of_four = first_of(plan(
+      {"--config", "tiny", "--topology", "fsdp=2,cp=2,ep=2", "--documents", "10,7,30", "--json"}));
+  EXPECT_EQ(plan_of_four["num_ranks"], 4);
+  const Json& groups = plan_of_four["groups"];
+  EXPECT_EQ(groups["fsdp x cp"], Json::parse("[[0,1,2,3]]"));
+  EXPECT_EQ(groups["cp"], Json::parse("[[0,1],[2,3]]"));
+  EXPECT_EQ(groups["ep"], Json::parse("[[0,1],[2,3]]"));
+  EXPECT_EQ(groups["expert fsdp"], Json::parse("[[0,2],[1,3]]"));
+  EXPECT_EQ(groups["tp"], Json::parse("[[0],[1],[2],[3]]"));
+  // Documents 10 and 7 go to the first row of two ranks, 30 to the second.
+  std::vector<int64_t> tokens, first;
+  for (const Json& rank : plan_of_four["ranks"]) {
+    tokens.push_back(rank["tokens"]);
+    first.push_back(rank["first_token"]);
+  }
+  EXPECT_EQ(tokens, (std::vector<int64_t>{8, 9, 15, 15}));
+  EXPECT_EQ(first, (std::vector<int64_t>{0, 8, 17, 32}));
+}
+
+TEST_F(Plan, RanksHoldEveryParameterOnceAndReceiveWhatIsSent) {
+  const model::ModelConfig config = model::preset_config("tiny");
+  int64_t elements = 0;
+  for (const model::Parameter& p : model::expected_parameters(config)) elements += p.numel();
+  const Json whole = first_of(plan({"--config",
+                                    "tiny",
+                                    "--topology",
+                                    "fsdp=3,cp=2,ep=2",
+                                    "--documents",
+                                    "100,1,31,0,64",
+                                    "--policy",
+                                    "fsdp-fp32-islands",
+                                    "--recompute",
+                                    "--json"}));
+  int64_t held = 0;
+  std::map<std::string, int64_t> balance;
+  for (const Json& rank : whole["ranks"]) {
+    for (const Json& part : rank["memory"]) {
+      held += part["elements"].get<int64_t>();
+      EXPECT_EQ(part["optimizer_bytes"], 2 * part["gradient_bytes"].get<int64_t>());
+    }
+    for (const Json& line : rank["traffic"]) {
+      EXPECT_GT(line["calls"], 0);
+      balance[line["axis"].get<std::string>() + " " + line["what"].get<std::string>()] +=
+          line["bytes_sent"].get<int64_t>() - line["bytes_received"].get<int64_t>();
+    }
+  }
+  EXPECT_EQ(held, elements);
+  EXPECT_TRUE(balance.contains("cp kda states"));
+  EXPECT_TRUE(balance.contains("ep rows"));
+  for (const auto& [what, difference] : balance) EXPECT_EQ(difference, 0) << what;
+}
+
+TEST_F(Plan, GatheredParametersAreThoseOfTheUnits) {
+  // Of two ranks each sends its half of the parameters, twice but for the head.
+  const Json two = first_of(plan({"--config", "tiny", "--topology", "fsdp=2", "--json"}));
+  int64_t sent = 0;
+  for (const Json& rank : two["ranks"]) {
+    for (const Json& line : rank["traffic"])
+      if (line["what"] == "parameters") sent += line["bytes_sent"].get<int64_t>();
+  }
+  const model::ModelConfig config = model::preset_config("tiny");
+  int64_t expected = 0;
+  for (const model::Parameter& p : model::expected_parameters(config)) {
+    const bool head = p.layer < 0 && !p.name.starts_with("embed_");
+    expected += (head ? 1 : 2) * 4 * p.numel();
+  }
+  EXPECT_EQ(sent, expected);
+}
+
+TEST_F(Plan, PrintsTables) {
+  const Outcome outcome = plan(
+      {"--config", "glm-5.3-flash", "--topology", "fsdp=2,cp=8,ep=8", "--documents", "131072"});
+  EXPECT_EQ(outcome.exit_code, 0) << outcome.errors;
+  for (const char* part : {"nothing blocks cp = 8",
+                           "who talks to whom",
+                           "{0 1 2 3 4 5 6 7} {8 9 10 11 12 13 14 15}",
+                           "bytes held by rank",
+                           "experts",
+                           "bytes sent in a step",
+                           "latents",
+                           "GiB"}) {
+    EXPECT_THAT(outcome.output, HasSubstr(part));
+  }
+}
+
+TEST_F(Plan, TakesScenarios) {
+  write("two.toml", R"(
+[model]
+preset = "tiny"
+[data]
+documents = [40, 3]
+[run.one]
+[run.two]
+topology = { cp = 2 }
+cp_cuts = [0, 10, 43]
+)");
+  const Outcome outcome = plan({path("two.toml"), "--json"});
+  ASSERT_EQ(outcome.exit_code, 0) << outcome.errors;
+  const Json plans = Json::parse(outcome.output)["plans"];
+  ASSERT_EQ(plans.size(), 2U);
+  EXPECT_EQ(plans[0]["run"], "one");
+  EXPECT_TRUE(plans[0]["ranks"][0]["traffic"].empty());
+  EXPECT_EQ(plans[1]["run"], "two");
+  EXPECT_EQ(plans[1]["ranks"][1]["tokens"], 33);
+  EXPECT_EQ(plan({path("two.toml"), "--ranks", "2"}).exit_code, 0);
+  expect_refused(plan({path("two.toml"), "--set", "run.two.cp_cuts=[0, 10, 44]"}),
+                 2,
+                 {"two.toml", "0 to 44", "43 tokens", "cp + 1 rows"});
+}
+
+TEST_F(Plan, RefusesWhatCannotBe) {
+  const std::vector<std::string> tiny = {"--config", "tiny", "--documents", "10"};
+  const auto with = [&](std::vector<std::string> more) {
+    more.insert(more.begin(), tiny.begin(), tiny.end());
+    return plan(std::move(more));
+  };
+  expect_refused(plan({}), 2, {"scenario files", "--config", "neither"});
+  expect_refused(plan({"a.toml", "--config", "tiny"}), 2, {"not both"});
+  expect_refused(plan({"--config", "none"}), 2, {"none", "presets are", "tiny"});
+  expect_refused(plan({"--topology", "cp=2"}), 2, {"--config"});
+  expect_refused(with({"--topology", "tp=64"}), 2, {"tp = 64", "use tp <="});
+  expect_refused(with({"--topology", "fsdp=2,ep=3"}), 2, {"ep"});
+  expect_refused(with({"--topology", "cp=2", "--cp-cuts", "0,11,10"}), 2, {"do not fit cp = 2"});
+  expect_refused(with({"--topology", "fsdp=2", "--cp-cuts", "0,10"}), 2, {"2 rows", "leave them"});
+  expect_refused(with({"--topology", "cp=4", "--ranks", "2"}), 2, {"needs 4 ranks", "2"});
+  expect_refused(with({"--numerics", "D61"}), 2, {"D61", "SWITCH=VALUE"});
+  expect_refused(with({"--policy", "none"}), 2, {"none"});
+}
+
+}  // namespace
+}  // namespace lockstep::harness
