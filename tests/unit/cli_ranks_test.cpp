@@ -1,5 +1,6 @@
 // Ranks of the built program that die or stop: exit code 3, and words about who and what to do.
 #include <chrono>
+#include <nlohmann/json.hpp>
 
 #include "tests/unit/cli_program_support.hpp"
 
@@ -53,15 +54,26 @@ grads = true
   }
 
   /// `lockstep run` that starts its ranks with this launcher.
-  [[nodiscard]] Outcome run_with(const std::string& launcher, const std::string& timeout_ms) const {
-    return run_command({std::string(LOCKSTEP_BINARY_DIR) + "/lockstep",
-                        "run",
-                        path("long.toml"),
-                        "--comm-timeout-ms",
-                        timeout_ms,
-                        "--out",
-                        path("result")},
-                       {"LOCKSTEP_MPIRUN=" + launcher});
+  [[nodiscard]] Outcome run_with(const std::string& launcher,
+                                 const std::string& timeout_ms,
+                                 const std::vector<std::string>& more = {}) const {
+    std::vector<std::string> words = {std::string(LOCKSTEP_BINARY_DIR) + "/lockstep",
+                                      "run",
+                                      path("long.toml"),
+                                      "--comm-timeout-ms",
+                                      timeout_ms,
+                                      "--out",
+                                      path("result")};
+    words.insert(words.end(), more.begin(), more.end());
+    return run_command(words, {"LOCKSTEP_MPIRUN=" + launcher});
+  }
+
+  /// A failure leaves a report, which carries the code too.
+  void expect_code_in_report() const {
+    std::ifstream file(path("result/report.json"));
+    const auto report = nlohmann::json::parse(file, nullptr, false);
+    ASSERT_TRUE(report.is_object());
+    EXPECT_EQ(report.value("exit_code", -1), 3);
   }
 
   /// An mpirun of the user's own around `lockstep run`.
@@ -84,6 +96,7 @@ TEST_F(Ranks, AKilledRankIsACommunicationFailureThatNamesIt) {
   EXPECT_EQ(outcome.exit_code, 3) << outcome.errors << outcome.output;
   EXPECT_THAT(outcome.errors, HasSubstr("signal 9"));
   EXPECT_THAT(outcome.errors, HasSubstr("rank"));
+  expect_code_in_report();
 }
 
 TEST_F(Ranks, AKilledRankOfTheUsersMpirunIsTooAndASurvivorTellsIt) {
@@ -106,6 +119,7 @@ TEST_F(Ranks, AStoppedRankIsNamedWithTheCallWhenTheDeadlinePasses) {
   EXPECT_THAT(outcome.errors, HasSubstr("world_rank 1"));
   EXPECT_THAT(outcome.errors, HasSubstr("is stopped"));
   EXPECT_THAT(outcome.errors, HasSubstr("layers."));
+  expect_code_in_report();
 }
 
 TEST_F(Ranks, ARankThatStopsBeforeMpiStartsEndsTheOthersToo) {
@@ -120,6 +134,34 @@ TEST_F(Ranks, ARankThatStopsBeforeMpiStartsEndsTheOthersToo) {
   const Outcome outcome = run_with(path("launcher"), "3000");
   EXPECT_EQ(outcome.exit_code, 3) << outcome.errors << outcome.output;
   EXPECT_THAT(outcome.errors, HasSubstr("did not meet within the deadline"));
+}
+
+TEST_F(Ranks, ARankThatWaitsForADebuggerIsWaitedFor) {
+  write("long.toml", R"(
+[model]
+preset = "tiny"
+[data]
+documents = [40]
+[run.a]
+topology = { cp = 2 }
+)");
+  // Longer than the deadline; again and again, since the rank may not wait yet.
+  write("rank",
+        "[ \"$OMPI_COMM_WORLD_RANK\" = 1 ] && (\n"
+        "  sleep 4; while kill -CONT $$ 2>/dev/null; do sleep 0.5; done) &\nexec \"$@\"\n");
+  write("launcher",
+        "#!/bin/bash\noptions=()\n"
+        "while [[ $# -gt 0 && $1 != */lockstep ]]; do options+=(\"$1\"); shift; done\n"
+        "[[ $# -eq 0 ]] && exec mpirun \"${options[@]}\"\n"
+        "exec mpirun \"${options[@]}\" sh " +
+            path("rank") + " \"$@\"\n");
+  fs::permissions(path("launcher"), fs::perms::owner_all);
+  const auto start = std::chrono::steady_clock::now();
+  const Outcome outcome = run_with(path("launcher"), "2000", {"--hang-rank", "1"});
+  EXPECT_EQ(outcome.exit_code, 0) << outcome.errors << outcome.output;
+  EXPECT_THAT(outcome.errors, HasSubstr("world_rank 1 on "));
+  EXPECT_THAT(outcome.errors, HasSubstr("waits for a debugger: `gdb -p "));
+  EXPECT_GT(std::chrono::steady_clock::now() - start, std::chrono::seconds(4));
 }
 
 TEST_F(Ranks, BadInputUnderMpirunIsToldOnce) {
