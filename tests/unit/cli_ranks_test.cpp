@@ -164,6 +164,47 @@ topology = { cp = 2 }
   EXPECT_GT(std::chrono::steady_clock::now() - start, std::chrono::seconds(4));
 }
 
+TEST_F(Ranks, ACallThatOneRankSkipsOrMakesInAnotherOrderIsNamed) {
+  // Rank 1 is given another scenario: runs in another order, or one without gradients.
+  const std::string head = "[model]\npreset = \"tiny\"\n[data]\ndocuments = [40]\n",
+                    a = "[run.a]\ntopology = { cp = 2 }\n",
+                    b = "[run.b]\ntopology = { cp = 2 }\npolicy = \"float64\"\n";
+  write("long.toml", head + a + "grads = true\n" + b);
+  write("skip.toml", head + a + b);
+  write("order.toml", head + b + a + "grads = true\n");
+  const auto run = [&](const std::string& other) {
+    std::vector<std::string> words = mpirun_command(1);
+    const auto add_rank = [&](const std::string& file) {
+      for (const std::string& word : {std::string(LOCKSTEP_BINARY_DIR) + "/lockstep",
+                                      std::string("run"),
+                                      path(file),
+                                      std::string("--comm-timeout-ms"),
+                                      std::string("3000"),
+                                      std::string("--out"),
+                                      path("result")}) {
+        words.push_back(word);
+      }
+    };
+    add_rank("long.toml");
+    for (const char* word : {":", "-n", "1"}) words.emplace_back(word);
+    add_rank(other);
+    return run_command(words);
+  };
+  // The gradients' call and the next one belong to different groups: the deadline finds it.
+  const Outcome skip = run("skip.toml");
+  EXPECT_EQ(skip.exit_code, 3) << skip.errors << skip.output;
+  EXPECT_THAT(skip.errors, HasSubstr("got no answer in 3"));
+  EXPECT_THAT(skip.errors, HasSubstr("reduce-scatter of gradients of unit 4"));
+  EXPECT_THAT(skip.errors, HasSubstr("logprobs"));
+  EXPECT_LT(skip.seconds, 3 + 10);
+  const Outcome order = run("order.toml");
+  EXPECT_EQ(order.exit_code, 3) << order.errors << order.output;
+  EXPECT_THAT(order.errors, HasSubstr("do not make the same calls"));
+  EXPECT_THAT(order.errors, HasSubstr("parameters of unit -1"));
+  EXPECT_THAT(order.errors, HasSubstr("one of another size on rank"));
+  EXPECT_LT(order.seconds, 3 + 10);
+}
+
 TEST_F(Ranks, BadInputUnderMpirunIsToldOnce) {
   write("long.toml", "[model]\npreset = \"none\"\n");
   const Outcome outcome = run_under("mpirun");
