@@ -3,7 +3,7 @@
 
 #include <filesystem>
 
-#include "harness/trainer/documents.hpp"
+#include "harness/engine/documents.hpp"
 
 namespace lockstep::harness {
 

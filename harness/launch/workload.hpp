@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "golden/store/golden_case.hpp"
+#include "harness/engine/documents.hpp"
 #include "harness/launch/scenario.hpp"
-#include "harness/trainer/documents.hpp"
 #include "model/checkpoint/weight_source.hpp"
 #include "model/config/numerics.hpp"
 

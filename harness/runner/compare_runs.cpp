@@ -8,10 +8,10 @@
 #include "golden/compare/limits.hpp"
 #include "golden/compare/logits.hpp"
 #include "golden/compare/sketch.hpp"
+#include "harness/engine/trace.hpp"
 #include "harness/launch/schema.hpp"
 #include "harness/launch/workload.hpp"
 #include "harness/runner/measure.hpp"
-#include "harness/trainer/trace.hpp"
 
 namespace lockstep::harness {
 namespace {

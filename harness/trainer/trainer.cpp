@@ -1,15 +1,14 @@
 #include "harness/trainer/trainer.hpp"
 
-#include <sys/resource.h>
-
 #include <chrono>
 #include <cmath>
 #include <limits>
 
-#include "harness/trainer/finite_source.hpp"
+#include "harness/engine/finite_source.hpp"
+#include "harness/engine/memory.hpp"
+#include "harness/engine/trace.hpp"
 #include "harness/trainer/parameters.hpp"
 #include "harness/trainer/router_load.hpp"
-#include "harness/trainer/trace.hpp"
 #include "model/base/op_timer.hpp"
 #include "model/layers/decoder.hpp"
 #include "model/layers/unit.hpp"
@@ -22,12 +21,6 @@ namespace {
 
 double seconds_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-}
-
-int64_t peak_rss_bytes() {
-  rusage usage{};
-  getrusage(RUSAGE_SELF, &usage);
-  return int64_t{usage.ru_maxrss} * 1024;
 }
 
 int64_t num_targets(const Documents& documents) {

@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "harness/trainer/documents.hpp"
+#include "harness/engine/documents.hpp"
 #include "model/checkpoint/weight_source.hpp"
 #include "model/config/numerics.hpp"
 #include "model/config/topology.hpp"

@@ -5,7 +5,7 @@
 #include <ATen/Parallel.h>
 #include <gtest/gtest.h>
 
-#include "harness/trainer/trace.hpp"
+#include "harness/engine/trace.hpp"
 #include "model/config/config_json.hpp"
 #include "model/layers/decoder.hpp"
 #include "tests/support/compare.hpp"

@@ -1,4 +1,4 @@
-#include "harness/trainer/trace.hpp"
+#include "harness/engine/trace.hpp"
 
 namespace lockstep::harness {
 namespace {

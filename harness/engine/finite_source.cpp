@@ -1,4 +1,4 @@
-#include "harness/trainer/finite_source.hpp"
+#include "harness/engine/finite_source.hpp"
 
 #include <cmath>
 

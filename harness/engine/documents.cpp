@@ -1,4 +1,4 @@
-#include "harness/trainer/documents.hpp"
+#include "harness/engine/documents.hpp"
 
 #include "model/base/seeded.hpp"
 
