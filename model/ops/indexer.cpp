@@ -238,26 +238,22 @@ Tensor pool_keys(const Tensor& k,
   return out.to(num.act());
 }
 
-Tensor select_keys(const Tensor& q,
-                   const Tensor& head_weight,
-                   const Tensor& pooled,
-                   const Packing& packing,
-                   const IndexerParams& params,
-                   const Numerics& num) {
-  indexer::check_select(q, head_weight, pooled, packing, params, num);
+namespace {
+
+/// keys [P, d] in acc; key_scale: of fp8 keys, else undefined.
+Tensor select(const Tensor& q,
+              const Tensor& head_weight,
+              const Tensor& keys,
+              const Tensor& key_scale,
+              const Packing& packing,
+              const IndexerParams& params,
+              const Numerics& num) {
   const auto heads = static_cast<double>(params.num_heads),
              dim = static_cast<double>(params.head_dim);
-  const bool fp8 = num.rounds<Switch::kIndexerScoring>("fp8");
+  const bool fp8 = key_scale.defined();
   const Tensor queries = q.detach().contiguous();
-  Tensor weight = in_acc(head_weight, num), keys = in_acc(pooled, num), key_scale;
-  if (fp8) {
-    const Fp8Rows rows =
-        quantise_rows(num.is<Switch::kHadamard>("on") ? hadamard(keys) : keys, fp8_scale_mode(num));
-    keys = rows.bytes.view(at::kFloat8_e4m3fn).to(at::kFloat);
-    key_scale = rows.scale;
-  } else {
-    weight = weight * std::pow(heads, -0.5);
-  }
+  Tensor weight = in_acc(head_weight, num);
+  if (!fp8) weight = weight * std::pow(heads, -0.5);
   Tensor selection = at::empty({packing.local_tokens(), params.width()}, at::kInt);
   with_acc(num, [&]<typename T>(T*) {
     indexer::Scorer<T> scorer{{}, weight.const_data_ptr<T>(), params.num_heads, params.head_dim};
@@ -283,6 +279,43 @@ Tensor select_keys(const Tensor& q,
                    selection.data_ptr<int32_t>());
   });
   return selection;
+}
+
+}  // namespace
+
+Tensor select_keys(const Tensor& q,
+                   const Tensor& head_weight,
+                   const Tensor& pooled,
+                   const Packing& packing,
+                   const IndexerParams& params,
+                   const Numerics& num) {
+  indexer::check_select(q, head_weight, pooled, packing, params, num);
+  if (num.rounds<Switch::kIndexerScoring>("fp8"))
+    return select_keys(q, head_weight, quantise_pools(pooled, num), packing, params, num);
+  return select(q, head_weight, in_acc(pooled, num), {}, packing, params, num);
+}
+
+Fp8Rows quantise_pools(const Tensor& pooled, const Numerics& num) {
+  const Tensor keys = in_acc(pooled, num);
+  return quantise_rows(num.is<Switch::kHadamard>("on") ? hadamard(keys) : keys,
+                       fp8_scale_mode(num));
+}
+
+Tensor select_keys(const Tensor& q,
+                   const Tensor& head_weight,
+                   const Fp8Rows& pooled,
+                   const Packing& packing,
+                   const IndexerParams& params,
+                   const Numerics& num) {
+  LOCKSTEP_CHECK(num.rounds<Switch::kIndexerScoring>("fp8"),
+                 kConfig,
+                 "select_keys: pools are fp8, but policy {} does not score in fp8 (D30)",
+                 num.name());
+  check_dtype(pooled.bytes, at::kByte, "select_keys: pooled bytes");
+  const Tensor keys = pooled.bytes.view(at::kFloat8_e4m3fn).to(at::kFloat);
+  indexer::check_select(q, head_weight, keys.to(num.act()), packing, params, num);
+  check_shape(pooled.scale, {keys.size(0)}, "select_keys: pooled scale [P]");
+  return select(q, head_weight, keys, pooled.scale.contiguous(), packing, params, num);
 }
 
 }  // namespace lockstep::model

@@ -6,6 +6,7 @@
 
 #include "model/base/packing.hpp"
 #include "model/config/numerics.hpp"
+#include "model/ops/fp8.hpp"
 
 namespace lockstep::model {
 
@@ -74,6 +75,19 @@ Tensor select_keys_reference(const Tensor& q,
                              const Packing& packing,
                              const IndexerParams& params,
                              const Numerics& num);
+
+/// Pooled keys as fp8 scoring (D30 in bf16) multiplies them: rotated (D31) and quantised (D32).
+/// What an engine keeps in its cache.
+Fp8Rows quantise_pools(const Tensor& pooled, const Numerics& num);
+
+/// select_keys for pools that were quantised before, the same bytes. Throws kConfig where the
+/// policy does not score in fp8.
+Tensor select_keys(const Tensor& q,
+                   const Tensor& head_weight,
+                   const Fp8Rows& pooled,
+                   const Packing& packing,
+                   const IndexerParams& params,
+                   const Numerics& num);
 
 namespace indexer {
 

@@ -45,7 +45,8 @@ KdaOutput kda_chunk(const KdaInput& in, const Numerics& num);
 
 /// Per-token recurrence in plain tensor functions, differentiable by autograd: the reference for
 /// everything else. numerics: gate, beta and l2norm switches are honoured, prefill-only values of
-/// D19 and D20 as in decode; D21-D26 do not apply (no chunk intermediates exist).
+/// D17-D20 as in decode (beta in acc, gate lb/(1+exp), l2norm divided and not rounded); D21-D26 do
+/// not apply (no chunk intermediates exist).
 KdaOutput kda_recurrent_reference(const KdaInput& in, const Numerics& num);
 
 /// Chunked form written plainly, one chunk after another, with every rounding point of D17-D26:

@@ -15,15 +15,17 @@ KdaMode kda_mode(const Numerics& num, std::optional<double> lower_bound, bool re
                    "kda: lower_bound must be a negative number, got {}",
                    *lower_bound);
     mode.lower_bound = *lower_bound;
-    mode.gate = num.is<Switch::kGateSigmoid>("tanh")         ? KdaMode::Gate::kTanh
-                : num.is<Switch::kGateSigmoid>("lb/(1+exp)") ? KdaMode::Gate::kQuotient
-                                                             : KdaMode::Gate::kSigmoid;
+    const bool tanh = num.is<Switch::kGateSigmoid>("tanh");
+    mode.gate = tanh && !recurrent                                   ? KdaMode::Gate::kTanh
+                : tanh || num.is<Switch::kGateSigmoid>("lb/(1+exp)") ? KdaMode::Gate::kQuotient
+                                                                     : KdaMode::Gate::kSigmoid;
   } else {
     mode.gate = KdaMode::Gate::kSoftplus;
   }
   mode.round_decay = num.rounds<Switch::kKdaDecayParams>("bf16");
-  mode.beta_tanh = num.is<Switch::kBeta>("tanh");
-  mode.round_beta = num.rounds<Switch::kBeta>("bf16") || num.rounds<Switch::kBeta>("tanh");
+  mode.beta_tanh = num.is<Switch::kBeta>("tanh") && !recurrent;
+  mode.round_beta =
+      num.rounds<Switch::kBeta>("bf16") || (!recurrent && num.rounds<Switch::kBeta>("tanh"));
   mode.l2_divides = num.is<Switch::kL2NormForm>("divide") ||
                     (recurrent && num.is<Switch::kL2NormForm>("rsqrt-prefill"));
   mode.round_normalised = num.rounds<Switch::kL2NormResult>("bf16") ||

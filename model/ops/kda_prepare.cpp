@@ -5,6 +5,7 @@
 
 #include "model/ops/kda_core.hpp"
 #include "model/ops/kda_tile.hpp"
+#include "model/ops/kda_token.hpp"
 
 namespace lockstep::model {
 namespace {
@@ -13,59 +14,6 @@ using simd::load;
 using simd::splat;
 using simd::store;
 using simd::Vec;
-
-/// g of one row, in place over f.
-template <typename R>
-void log_decay_row(const KdaMode& mode, R rate, const R* dt, int64_t width, R* f) {
-  const R lb = static_cast<R>(mode.lower_bound);
-  for (int64_t c = 0; c < width; c += simd::kLanes<R>) {
-    const Vec<R> z = load(f + c) + load(dt + c), x = splat(rate) * z;
-    Vec<R> g{};
-    switch (mode.gate) {
-      case KdaMode::Gate::kSigmoid:
-        g = splat(lb) * simd::sigmoid(x);
-        break;
-      case KdaMode::Gate::kQuotient:
-        g = splat(lb) / (1 + simd::exp(-x));
-        break;
-      case KdaMode::Gate::kTanh:
-        for (int64_t i = 0; i < simd::kLanes<R>; ++i) {
-          g[i] = lb * (R(0.5) * std::tanh(R(0.5) * x[i]) + R(0.5));
-        }
-        break;
-      case KdaMode::Gate::kSoftplus:
-        for (int64_t i = 0; i < simd::kLanes<R>; ++i) {
-          g[i] = -rate * (z[i] > 20 ? z[i] : std::log1p(std::exp(z[i])));
-        }
-        break;
-    }
-    store(f + c, g);
-  }
-}
-
-template <typename R>
-R beta_of(const KdaMode& mode, R logit) {
-  const R beta = mode.beta_tanh ? R(0.5) * std::tanh(R(0.5) * logit) + R(0.5)
-                                : R(1) / (R(1) + std::exp(-logit));
-  return mode.round_beta ? simd::round_bf16(beta) : beta;
-}
-
-template <typename R>
-void normalise_row(const KdaMode& mode, int64_t width, R* x) {
-  const R root = std::sqrt(simd::dot(x, x, width) + static_cast<R>(kL2Eps));
-  const Vec<R> divisor = splat(root), factor = splat(1 / root);
-  for (int64_t c = 0; c < width; c += simd::kLanes<R>) {
-    Vec<R> v = load(x + c);
-    v = mode.l2_divides ? v / divisor : v * factor;
-    store(x + c, mode.round_normalised ? simd::round_bf16(v) : v);
-  }
-}
-
-/// e^x, or 2^x when log2(e) is folded into the gate (D71).
-template <typename R>
-Vec<R> power(const KdaMode& mode, Vec<R> x) {
-  return mode.base2 ? simd::exp2(x) : simd::exp(x);
-}
 
 /// q, k, beta, beta v, the log decays (in from_start) and the single-token decays.
 template <typename S, typename R>

@@ -210,4 +210,72 @@ Tensor sparse_mla(const Tensor& q,
   return SparseMla::apply(q, latent, kv_b, selection, d_v, Form::of(num).pack());
 }
 
+namespace {
+
+/// Rows of `latent` that are selected, in slot order, and the selection as rows of those.
+std::pair<Tensor, Tensor> selected_rows(const Tensor& latent, const Tensor& selection) {
+  std::vector<int32_t> place(static_cast<size_t>(latent.size(0)), -1);
+  const auto* from = selection.const_data_ptr<int32_t>();
+  for (int64_t i = 0; i < selection.numel(); ++i)
+    if (from[i] >= 0) place[static_cast<size_t>(from[i])] = 0;
+  std::vector<int64_t> used;
+  for (size_t slot = 0; slot < place.size(); ++slot) {
+    if (place[slot] < 0) continue;
+    place[slot] = static_cast<int32_t>(used.size());
+    used.push_back(static_cast<int64_t>(slot));
+  }
+  Tensor rows = at::empty_like(selection);
+  auto* to = rows.mutable_data_ptr<int32_t>();
+  for (int64_t i = 0; i < selection.numel(); ++i)
+    to[i] = from[i] < 0 ? -1 : place[static_cast<size_t>(from[i])];
+  return {latent.index_select(0, at::tensor(used, at::kLong)), rows};
+}
+
+template <typename T>
+Tensor absorbed_of(const Tensor& q,
+                   const Tensor& latent,
+                   const Tensor& w_k,
+                   const Tensor& w_v,
+                   const Tensor& selection,
+                   const Form& form) {
+  Arguments<T> arguments(q, latent, w_k, selection, w_v.size(2), form);
+  const Tensor values = Arguments<T>::in_acc(w_v);
+  arguments.problem.values_t = values.const_data_ptr<T>();
+  Tensor o = at::empty({q.size(0), q.size(1), w_v.size(2)}, arguments.q.options());
+  mla::forward_absorbed(arguments.problem, o.data_ptr<T>());
+  return o.to(q.scalar_type());
+}
+
+}  // namespace
+
+Tensor sparse_mla_absorbed(const Tensor& q,
+                           const Tensor& latent,
+                           const Tensor& w_k,
+                           const Tensor& w_v,
+                           const Tensor& selection,
+                           const Numerics& num) {
+  const at::NoGradGuard no_grad;
+  check_shape(q, {-1, -1, -1}, "sparse_mla_absorbed: q [T, H, d_n]");
+  check_shape(latent, {-1, -1}, "sparse_mla_absorbed: latent [slots, R]");
+  const int64_t heads = q.size(1), rank = latent.size(1);
+  check_shape(w_k, {heads, q.size(2), rank}, "sparse_mla_absorbed: w_k [H, d_n, R]");
+  check_shape(w_v, {heads, rank, -1}, "sparse_mla_absorbed: w_v [H, R, d_v]");
+  check_dtype(w_v, w_k.scalar_type(), "sparse_mla_absorbed: w_v, like w_k");
+  // What kv_b would be checked for.
+  mla::check_arguments(q,
+                       latent,
+                       w_k.new_empty({1, 1}).expand({heads * (q.size(2) + w_v.size(2)), rank}),
+                       selection,
+                       w_v.size(2),
+                       num);
+  Form form = Form::of(num);
+  form.expanded = false;
+  const Tensor chosen = selection.contiguous();
+  if (num.acc() == at::kDouble) return absorbed_of<double>(q, latent, w_k, w_v, chosen, form);
+  if (num.act() == num.acc()) return absorbed_of<float>(q, latent, w_k, w_v, chosen, form);
+  count_keys(chosen, latent.size(0));
+  const auto [rows, places] = selected_rows(latent, chosen);
+  return absorbed_of<float>(q, rows, w_k, w_v, places, form);
+}
+
 }  // namespace lockstep::model

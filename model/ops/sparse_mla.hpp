@@ -42,6 +42,17 @@ Tensor sparse_mla_reference(const Tensor& q,
                             int64_t d_v,
                             const Numerics& num);
 
+/// The absorbed forward over a cache, with the two parts of kv_b kept apart: w_k [H, d_n, R] and
+/// w_v [H, R, d_v] (transposed), act or acc. latent [S, R] act is all slots of the cache and
+/// `selection` holds slots. The same bits as sparse_mla; no gradient. A cache narrower than acc is
+/// widened only where it is selected. D42 is not read. Throws like sparse_mla.
+Tensor sparse_mla_absorbed(const Tensor& q,
+                           const Tensor& latent,
+                           const Tensor& w_k,
+                           const Tensor& w_v,
+                           const Tensor& selection,
+                           const Numerics& num);
+
 namespace mla {
 /// Argument checks of both forms, all but the range of the indices.
 void check_arguments(const Tensor& q,

@@ -19,10 +19,14 @@ template <typename T>
 class Absorbed {
  public:
   explicit Absorbed(const Problem<T>& problem)
-      : p_(problem), row_(p_.heads * p_.rank), head_rows_(p_.d_n + p_.d_v) {}
+      : p_(problem),
+        row_(p_.heads * p_.rank),
+        head_rows_(p_.values_t != nullptr ? p_.d_n : p_.d_n + p_.d_v) {}
 
   void forward(T* o) {
-    const std::vector<T> wv_t = transposed_heads(p_, p_.d_n, p_.d_v);
+    const std::vector<T> transposed =
+        p_.values_t != nullptr ? std::vector<T>() : transposed_heads(p_, p_.d_n, p_.d_v);
+    const T* wv_t = p_.values_t != nullptr ? p_.values_t : transposed.data();
     const int64_t step = run_length(kRunBytes / (2 * row_ * bytes()));
     std::vector<T> qa(static_cast<size_t>(step * row_)), a(qa.size());
     KeyRun run;
@@ -38,7 +42,7 @@ class Absorbed {
                       p_.d_v,
                       p_.rank,
                       {a.data() + first * row_ + h * p_.rank, row_},
-                      {wv_t.data() + h * p_.rank * p_.d_v, p_.d_v},
+                      {wv_t + h * p_.rank * p_.d_v, p_.d_v},
                       out,
                       p_.heads * p_.d_v,
                       false);

@@ -18,6 +18,9 @@ struct Problem {
   const int64_t* counts;     ///< [queries] entries that are not -1
   T scale;
   Rounding rounding;
+  /// Absorbed forward only: [heads, rank, d_v] when the value rows are kept apart and transposed;
+  /// kv_b is then [heads, d_n, rank].
+  const T* values_t = nullptr;
 };
 
 template <typename T>
