@@ -1,0 +1,260 @@
+// The inference engine against the trainer: whole prefill, chunks, decode, any page size, any order
+// of pages, documents together and alone.
+#include "harness/inference/inference.hpp"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "golden/store/golden_case.hpp"
+#include "harness/launch/workload.hpp"
+#include "harness/trainer/trainer.hpp"
+#include "model/config/config_json.hpp"
+#include "tests/support/compare.hpp"
+
+namespace lockstep::tests {
+namespace {
+
+using harness::Documents;
+using harness::Inference;
+using harness::InferenceOptions;
+using harness::InferenceResult;
+
+std::shared_ptr<const model::WeightSource> tiny() {
+  static const std::shared_ptr<const model::WeightSource> source =
+      model::seeded_source(model::preset_config("tiny"), 7);
+  return source;
+}
+
+Documents documents(const std::vector<int64_t>& lengths) {
+  return harness::random_documents(lengths, tiny()->config().vocab_size, 0, 11);
+}
+
+harness::TrainerResult trained(std::shared_ptr<const model::WeightSource> source,
+                               const Documents& docs,
+                               const model::Numerics& num,
+                               const std::string& trace = "") {
+  harness::TrainerOptions o;
+  o.numerics = num;
+  o.trace = trace;
+  return harness::Trainer(std::move(source), o, parallel::Mesh::single()).run(docs);
+}
+
+InferenceResult served(std::shared_ptr<const model::WeightSource> source,
+                       const Documents& docs,
+                       InferenceOptions options) {
+  return Inference(std::move(source), std::move(options), parallel::Mesh::single()).run(docs);
+}
+
+struct Way {
+  int64_t prefill_chunk, decode, page_size;
+  uint64_t shuffle;
+  [[nodiscard]] InferenceOptions options(const model::Numerics& num) const {
+    InferenceOptions o;
+    o.numerics = num;
+    o.page_size = page_size;
+    o.prefill_chunk = prefill_chunk;
+    o.decode = decode;
+    o.shuffle_pages = shuffle;
+    return o;
+  }
+  [[nodiscard]] std::string text() const {
+    return fmt::format(
+        "chunk {} decode {} page {} shuffle {}", prefill_chunk, decode, page_size, shuffle);
+  }
+};
+
+const std::vector<Way>& ways() {
+  static const std::vector<Way> all = {{0, 0, 64, 0},
+                                       {1, 0, 16, 3},
+                                       {7, 0, 1, 5},
+                                       {64, 0, 16, 0},
+                                       {0, 20, 64, 9},
+                                       {7, 20, 16, 4},
+                                       {0, 1000, 3, 2}};
+  return all;
+}
+
+TEST(Inference, EqualsTheTrainerOnEveryGoldenCase) {
+  const std::filesystem::path data = std::filesystem::path(LOCKSTEP_SOURCE_DIR) / "golden" / "data";
+  const model::Numerics num = model::Numerics::policy("float64");
+  for (const char* name : {"tiny",
+                           "clamps",
+                           "deep",
+                           "groups",
+                           "kpool1",
+                           "kpool16",
+                           "one_dsa",
+                           "one_kda",
+                           "packing",
+                           "shared",
+                           "shared_carry",
+                           "softplus",
+                           "sparse",
+                           "streams1_conv5",
+                           "streams2_conv2",
+                           "streams3_conv3"}) {
+    const harness::Workload work = harness::golden_workload(golden::open_golden(data, name));
+    const harness::TrainerResult want = trained(work.source, work.documents, num);
+    for (const Way& way : ways()) {
+      const InferenceResult got = served(work.source, work.documents, way.options(num));
+      EXPECT_LE(rel_l2(got.logits, want.logits), 1e-10) << name << ' ' << way.text();
+      EXPECT_LE(rel_l2(got.logprobs, want.logprobs), 1e-10) << name << ' ' << way.text();
+      EXPECT_NEAR(got.loss, want.loss, 1e-10) << name << ' ' << way.text();
+      EXPECT_EQ(got.num_targets, want.num_targets);
+    }
+  }
+}
+
+TEST(Inference, AwkwardLengthsAroundPoolsChunksAndPages) {
+  const Documents docs =
+      documents({0, 1, 2, 3, 4, 5, 8, 15, 16, 17, 0, 27, 28, 29, 63, 64, 65, 129});
+  for (const char* policy : {"float64", "float32"}) {
+    const model::Numerics num = model::Numerics::policy(policy);
+    const harness::TrainerResult want = trained(tiny(), docs, num);
+    for (const Way& way : ways()) {
+      const InferenceResult got = served(tiny(), docs, way.options(num));
+      EXPECT_LE(rel_l2(got.logits, want.logits), num.act() == at::kDouble ? 1e-11 : 2e-5)
+          << policy << ' ' << way.text();
+    }
+  }
+}
+
+TEST(Inference, B48SelectionsDoNotDependOnHowARequestIsCut) {
+  const Documents docs = documents({60, 33, 141});
+  const model::Numerics num = model::Numerics::policy("float64");
+  const harness::TrainerResult want = trained(tiny(), docs, num, "*");
+  for (const Way& way : ways()) {
+    InferenceOptions o = way.options(num);
+    o.trace = "*";
+    const InferenceResult got = served(tiny(), docs, o);
+    ASSERT_EQ(got.trace.size(), want.trace.size());
+    for (size_t i = 0; i < got.trace.size(); ++i) {
+      EXPECT_EQ(got.trace[i].first, want.trace[i].first);
+      if (got.trace[i].second.is_floating_point()) {
+        EXPECT_LE(rel_l2(got.trace[i].second, want.trace[i].second), 1e-11)
+            << way.text() << ' ' << got.trace[i].first;
+      } else {
+        EXPECT_TRUE(same_bytes(got.trace[i].second, want.trace[i].second))
+            << way.text() << ' ' << got.trace[i].first;
+      }
+    }
+  }
+}
+
+TEST(Inference, PageSizeAndOrderOfPagesChangeNoByte) {
+  const Documents docs = documents({75, 1, 7, 50, 130});
+  const model::Numerics num = model::Numerics::policy("float32");
+  const InferenceResult want = served(tiny(), docs, Way{7, 10, 64, 0}.options(num));
+  for (const auto& [page, shuffle] :
+       {std::pair<int64_t, uint64_t>{1, 0}, {1, 8}, {5, 1}, {16, 2}, {64, 3}, {1000, 4}}) {
+    const InferenceResult got = served(tiny(), docs, Way{7, 10, page, shuffle}.options(num));
+    EXPECT_TRUE(same_bytes(got.logits, want.logits)) << page << ' ' << shuffle;
+  }
+}
+
+TEST(Inference, TogetherEqualsEachAlone) {
+  const Documents docs = documents({13, 7, 40, 1, 3, 0, 66});
+  model::Numerics num = model::Numerics::policy("float32");
+  num.set("gemm_rows", "fixed-tiles");
+  for (const Way& way : {Way{0, 0, 16, 0}, Way{7, 0, 16, 1}, Way{7, 9, 16, 1}}) {
+    const InferenceResult together = served(tiny(), docs, way.options(num));
+    for (const Segment& s : docs.packing.segments()) {
+      if (s.length() == 0) continue;
+      const Documents one =
+          harness::from_row(docs.ids.narrow(0, s.begin, s.length()).clone(), {0, s.length()});
+      const InferenceResult alone = served(tiny(), one, way.options(num));
+      EXPECT_TRUE(same_bytes(together.logits.narrow(0, s.begin, s.length()), alone.logits))
+          << way.text() << " document " << s.document;
+    }
+  }
+}
+
+TEST(Inference, WithFixedTilesEveryWayGivesTheTrainersBytes) {
+  const Documents docs = documents({75, 1, 7, 50, 0, 130});
+  for (const char* policy : {"float32", "fsdp-bf16", "fsdp-fp32-islands"}) {
+    model::Numerics num = model::Numerics::policy(policy);
+    num.set("gemm_rows", "fixed-tiles");
+    const harness::TrainerResult want = trained(tiny(), docs, num);
+    for (const Way& way : ways()) {
+      const InferenceResult got = served(tiny(), docs, way.options(num));
+      EXPECT_TRUE(same_bytes(got.logits, want.logits))
+          << policy << ' ' << way.text() << " rel_l2 " << rel_l2(got.logits, want.logits);
+      EXPECT_TRUE(same_bytes(got.logprobs, want.logprobs)) << policy << ' ' << way.text();
+    }
+  }
+}
+
+TEST(Inference, Bfloat16PoliciesStayNearTheTrainer) {
+  const Documents docs = documents({75, 1, 7, 50});
+  for (const char* policy : {"fsdp-bf16", "fsdp-fp32-islands", "hf-bf16"}) {
+    const model::Numerics num = model::Numerics::policy(policy);
+    const harness::TrainerResult want = trained(tiny(), docs, num);
+    for (const Way& way : {Way{0, 0, 16, 0}, Way{7, 9, 16, 1}}) {
+      const InferenceResult got = served(tiny(), docs, way.options(num));
+      EXPECT_LE(rel_l2(got.logits, want.logits), 0.1) << policy << ' ' << way.text();
+    }
+  }
+}
+
+TEST(Inference, NothingIsReadFromASlotOrPageOfAnEarlierRequest) {
+  const model::Numerics num = model::Numerics::policy("float32");
+  InferenceOptions options = Way{0, 0, 4, 0}.options(num);
+  Inference engine(tiny(), options, parallel::Mesh::single());
+  const int64_t kpool = engine.config().index_kpool;
+  harness::Caches caches = engine.make_caches(harness::cache_sizes(4, kpool, {40}));
+  const auto logits_of = [&](uint64_t seed) {
+    harness::Sequence sequence;
+    EXPECT_TRUE(caches.reserve(sequence, 37));
+    const Tensor ids = harness::random_documents({37}, engine.config().vocab_size, 0, seed).ids;
+    std::vector<int64_t> tokens(ids.const_data_ptr<int64_t>(), ids.const_data_ptr<int64_t>() + 37);
+    std::vector<Tensor> out;
+    for (const auto& [begin, end] : {std::pair{0, 1}, {1, 6}, {6, 36}, {36, 37}}) {
+      out.push_back(engine.logits(
+          engine.step(caches,
+                      harness::Batch({{.sequence = &sequence,
+                                       .ids = {tokens.begin() + begin, tokens.begin() + end},
+                                       .decode = end - begin == 1}},
+                                     kpool))));
+    }
+    caches.release(sequence);
+    return at::cat(out);
+  };
+  const Tensor first = logits_of(1);
+  logits_of(2);
+  EXPECT_TRUE(same_bytes(logits_of(1), first));
+  EXPECT_EQ(caches.pages().free(), caches.pages().count());
+  EXPECT_EQ(caches.index_pages().free(), caches.index_pages().count());
+  EXPECT_EQ(caches.slots().free(), caches.slots().count());
+}
+
+TEST(Inference, EveryTensorFollowsAnUpdateAndAStaleOneIsNamed) {
+  const Documents docs = documents({30, 9});
+  const model::Numerics num = model::Numerics::policy("float32");
+  const std::shared_ptr<const model::WeightSource> other =
+      model::seeded_source(model::preset_config("tiny"), 8);
+  Inference engine(tiny(), Way{7, 5, 16, 0}.options(num), parallel::Mesh::single());
+  EXPECT_THAT(engine.weights().stale(), testing::IsEmpty());
+  const InferenceResult before = engine.run(docs);
+  engine.update(other);
+  EXPECT_EQ(engine.weights().version(), 2);
+  EXPECT_THAT(engine.weights().stale(), testing::IsEmpty());
+  EXPECT_TRUE(same_bytes(engine.run(docs).logits,
+                         served(other, docs, Way{7, 5, 16, 0}.options(num)).logits));
+  engine.update(tiny());
+  EXPECT_TRUE(same_bytes(engine.run(docs).logits, before.logits));
+  for (const harness::EngineTensor& tensor : engine.weights().tensors()) {
+    if (!tensor.derived) continue;
+    engine.update(other, {tensor.name});
+    EXPECT_THAT(engine.weights().stale(), testing::ElementsAre(tensor.name));
+    engine.update(tiny());
+  }
+}
+
+TEST(Inference, RefusesWhatItCannotRun) {
+  InferenceOptions o;
+  o.page_size = 0;
+  EXPECT_THROW(Inference(tiny(), o, parallel::Mesh::single()), Error);
+}
+
+}  // namespace
+}  // namespace lockstep::tests
