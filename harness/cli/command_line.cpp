@@ -92,7 +92,10 @@ constexpr int64_t kLongestTimeout = int64_t{366} * 24 * 3600 * 1000;
 void add_engine_options(CLI::App& sub, LogitsOptions& o) {
   sub.add_option("--model", o.model, "Checkpoint folder in Hugging Face format")->required();
   sub.add_option("--docs", o.docs, "Documents: {\"documents\": [[ids], [ids]]}")->required();
-  sub.add_option("--engine", o.engine, "Engine")->capture_default_str();
+  sub.add_option("--engine", o.engine, "trainer or inference")->capture_default_str();
+  sub.add_option("--prefill-chunk", o.prefill_chunk, "Inference: tokens per prefill step");
+  sub.add_option("--decode", o.decode, "Inference: last N tokens through decode steps");
+  sub.add_option("--page-size", o.page_size, "Inference: tokens per latent page");
   sub.add_option("--policy", o.policy, "Numerics policy; see `lockstep list policies`")
       ->capture_default_str();
   sub.add_option(
@@ -143,10 +146,6 @@ void add_run_commands(Program& p) {
   logits->add_flag("--stream-layers",
                    p.logits.stream_layers,
                    "Weights stay on disk and are mapped layer by layer; no gradients");
-  logits->add_option(
-      "--prefill-chunk", p.logits.prefill_chunk, "Inference: tokens per prefill step");
-  logits->add_option("--decode", p.logits.decode, "Inference: last N tokens through decode steps");
-  logits->add_option("--page-size", p.logits.page_size, "Inference: tokens per latent page");
 
   CLI::App* dump =
       p.add(p.app,

@@ -28,20 +28,6 @@ RunSpec run_of(const LogitsOptions& options, std::string_view command) {
   LOCKSTEP_CHECK(engine.empty(), kConfig, "--engine {}: {}", options.engine, engine);
   const std::string device = device_problem(options.device);
   LOCKSTEP_CHECK(device.empty(), kConfig, "--device {}: {}", options.device, device);
-  struct Later {
-    const char* flag;
-    int64_t value;
-  };
-  for (const Later later : {Later{"--decode", options.decode},
-                            Later{"--prefill-chunk", options.prefill_chunk},
-                            Later{"--page-size", options.page_size}}) {
-    LOCKSTEP_CHECK(later.value == 0,
-                   kConfig,
-                   "{} {}: belongs to the inference engine, which this build does not have; leave "
-                   "it out",
-                   later.flag,
-                   later.value);
-  }
   run.policy = options.policy;
   for (const std::string& text : options.numerics) {
     const size_t equals = text.find('=');
@@ -53,13 +39,18 @@ RunSpec run_of(const LogitsOptions& options, std::string_view command) {
   }
   numerics_of(run);
   run.topology = model::parse_topology(options.topology);
-  const std::string topology = topology_problem(run.topology);
+  const std::string topology = topology_problem(run.topology, run.engine);
   LOCKSTEP_CHECK(topology.empty(), kMesh, "--topology {}: {}", options.topology, topology);
   run.grads = options.grads;
   run.recompute = options.recompute;
   run.reference_ops = options.reference_ops;
   run.stream_layers = options.stream_layers;
   run.trace = options.modules;
+  run.decode = options.decode;
+  run.prefill_chunk = options.prefill_chunk;
+  run.page_size = options.page_size;
+  const std::string problem = option_problem(run);
+  LOCKSTEP_CHECK(problem.empty(), kConfig, "{}: {}", command, problem);
   LOCKSTEP_CHECK(
       !(run.stream_layers && run.grads),
       kConfig,

@@ -5,11 +5,8 @@
 namespace lockstep::harness {
 
 std::string engine_problem(std::string_view engine) {
-  if (engine == "trainer") return {};
-  if (engine == "inference") {
-    return "this build has no inference engine; use \"trainer\"";
-  }
-  return fmt::format("unknown engine '{}'; use \"trainer\"", engine);
+  if (engine == "trainer" || engine == "inference") return {};
+  return fmt::format("unknown engine '{}'; use \"trainer\" or \"inference\"", engine);
 }
 
 std::string device_problem(std::string_view device) {
@@ -20,7 +17,12 @@ std::string device_problem(std::string_view device) {
   return fmt::format("unknown device '{}'; use \"cpu\"", device);
 }
 
-std::string topology_problem(const model::Topology& topology) {
+std::string topology_problem(const model::Topology& topology, std::string_view engine) {
+  if (engine == "inference") {
+    if (topology.num_ranks() == topology.tp) return {};
+    return fmt::format("the inference engine runs the tp axis only, not {}; leave the others out",
+                       model::to_string(topology));
+  }
   struct Axis {
     const char* name;
     int64_t degree;
@@ -35,6 +37,45 @@ std::string topology_problem(const model::Topology& topology) {
                          axis.degree,
                          axis.name);
     }
+  }
+  return {};
+}
+
+std::string option_problem(const RunSpec& run) {
+  struct Option {
+    const char* name;
+    bool set;
+  };
+  const auto first_of = [](std::initializer_list<Option> options) -> const char* {
+    for (const Option& option : options)
+      if (option.set) return option.name;
+    return nullptr;
+  };
+  if (run.engine == "inference") {
+    const char* name = first_of({{"grads", run.grads},
+                                 {"recompute", run.recompute},
+                                 {"reference_ops", run.reference_ops},
+                                 {"stream_layers", run.stream_layers},
+                                 {"cp_cuts", !run.cp_cuts.empty()}});
+    if (name != nullptr) {
+      return fmt::format("{} belongs to the trainer; leave it out of a run of the inference engine",
+                         name);
+    }
+  } else {
+    const char* name = first_of({{"decode", run.decode != 0},
+                                 {"prefill_chunk", run.prefill_chunk != 0},
+                                 {"page_size", run.page_size != 0}});
+    if (name != nullptr) {
+      return fmt::format(
+          "{} belongs to the inference engine; set engine = \"inference\" or leave it "
+          "out",
+          name);
+    }
+  }
+  for (const auto& [name, value] : {std::pair{"decode", run.decode},
+                                    {"prefill_chunk", run.prefill_chunk},
+                                    {"page_size", run.page_size}}) {
+    if (value < 0) return fmt::format("{} = {} is negative; it counts tokens", name, value);
   }
   return {};
 }

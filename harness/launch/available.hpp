@@ -4,6 +4,7 @@
 #include <string>
 #include <string_view>
 
+#include "harness/launch/scenario.hpp"
 #include "model/config/topology.hpp"
 
 namespace lockstep::harness {
@@ -12,6 +13,8 @@ namespace lockstep::harness {
 /// that exist nowhere get a list of those that do.
 std::string engine_problem(std::string_view engine);
 std::string device_problem(std::string_view device);
-std::string topology_problem(const model::Topology& topology);
+std::string topology_problem(const model::Topology& topology, std::string_view engine = "trainer");
+/// Options of a run that its engine does not have.
+std::string option_problem(const RunSpec& run);
 
 }  // namespace lockstep::harness

@@ -6,6 +6,7 @@
 #include <fstream>
 #include <sstream>
 
+#include "harness/launch/available.hpp"
 #include "harness/launch/scenario_keys.hpp"
 
 namespace lockstep::harness {
@@ -184,6 +185,8 @@ Scenario read_scenario(const TomlDocument& document) {
                      "stream_layers drops weights after use, so grads cannot be computed; set one "
                      "of them to false");
         }
+        const std::string problem = option_problem(spec);
+        if (!problem.empty()) table.fail(ErrorKind::kConfig, "{}", problem);
         target.run = nullptr;
         scenario.runs.push_back(std::move(spec));
       }

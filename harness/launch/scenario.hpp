@@ -40,6 +40,7 @@ struct RunSpec {
   model::Topology topology;
   std::vector<int64_t> cp_cuts;  ///< empty: near-even
   bool grads = false, recompute = false, reference_ops = false, stream_layers = false;
+  int64_t decode = 0, prefill_chunk = 0, page_size = 0;  ///< inference; page_size 0: the engine's
   std::string where;
 };
 

@@ -72,7 +72,7 @@ void take_topology(T& t, const V& value) {
   } catch (const Error& error) {
     value.fail(Kind::kMesh, "{}", error.what());
   }
-  const std::string problem = topology_problem(t.run->topology);
+  const std::string problem = topology_problem(t.run->topology, t.run->engine);
   if (!problem.empty()) value.fail(Kind::kMesh, "{}", problem);
 }
 
@@ -265,17 +265,11 @@ const KeyRow kRows[] = {
       "0",
       "tokens",
       "last tokens sent through decode steps"},
-     [](T&, const V& v) {
-       if (v.integer(0) != 0) later(v, "the inference engine");
-     }},
+     [](T& t, const V& v) { t.run->decode = v.integer(0); }},
     {{"run.NAME", "prefill_chunk", KeyType::kInteger, "0", "tokens", "prefill piece; 0: whole"},
-     [](T&, const V& v) {
-       if (v.integer(0) != 0) later(v, "the inference engine");
-     }},
+     [](T& t, const V& v) { t.run->prefill_chunk = v.integer(0); }},
     {{"run.NAME", "page_size", KeyType::kInteger, "0", "tokens", "latent cache page; 0: engine's"},
-     [](T&, const V& v) {
-       if (v.integer(0) != 0) later(v, "the inference engine");
-     }},
+     [](T& t, const V& v) { t.run->page_size = v.integer(0); }},
     {{"run.NAME", "replay", KeyType::kText, "", "", "run whose expert choice is replayed"},
      [](T&, const V& v) { later(v, "router replay from an inference run"); }},
     {{"run.NAME",

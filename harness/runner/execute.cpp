@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cmath>
 
+#include "harness/inference/inference.hpp"
 #include "harness/trainer/trainer.hpp"
 
 namespace lockstep::harness {
@@ -40,8 +41,7 @@ void check_agreement(const TrainerResult& result, const parallel::Group& ranks) 
 
 /// What makes the numbers of a run worthless, the same on every rank. Ranks hold different parts of
 /// the weights; the first that found something is believed.
-std::vector<std::string> warnings_of(const TrainerResult& result, const parallel::Group& ranks) {
-  std::string text = result.non_finite;
+std::vector<std::string> warnings_of(std::string text, double loss, const parallel::Group& ranks) {
   const std::vector<int64_t> sizes =
       ranks.all_gather(static_cast<int64_t>(text.size()), "warnings");
   for (size_t r = 0; r < sizes.size(); ++r) {
@@ -52,20 +52,46 @@ std::vector<std::string> warnings_of(const TrainerResult& result, const parallel
     ranks.broadcast(bytes, static_cast<int64_t>(r), "warnings");
     return {std::string(data, static_cast<size_t>(sizes[r]))};
   }
-  if (std::isfinite(result.loss)) return {};
+  if (std::isfinite(loss)) return {};
   return {fmt::format(
       "the loss is {} although all weights are finite: an activation overflowed (`lockstep dump "
       "--modules '*'` shows which)",
-      result.loss)};
+      loss)};
 }
 
-}  // namespace
+RunOutput run_inference(const RunSpec& run,
+                        const Workload& work,
+                        const parallel::Mesh& mesh,
+                        const StepCallback& progress) {
+  InferenceOptions options;
+  options.numerics = numerics_of(run);
+  if (run.page_size > 0) options.page_size = run.page_size;
+  options.prefill_chunk = run.prefill_chunk;
+  options.decode = run.decode;
+  options.trace = run.trace;
+  options.progress = progress;
+  Inference engine(work.source, std::move(options), mesh);
+  InferenceResult result = engine.run(work.documents);
+  RunOutput output;
+  const parallel::Group& ranks = mesh.all();
+  output.ranks = ranks.size();
+  const int64_t rows = work.documents.packing.global_tokens();
+  output.rank_rows.assign(static_cast<size_t>(ranks.size()), {0, rows});
+  output.peak_bytes = ranks.all_reduce_max(result.peak_rss_bytes, "peak memory");
+  output.logits = result.logits;
+  output.logprobs = result.logprobs;
+  output.loss = result.loss + 0.0;
+  output.num_targets = result.num_targets;
+  output.trace = std::move(result.trace);
+  output.warnings = warnings_of(result.non_finite, result.loss, ranks);
+  output.forward_s = result.seconds;
+  return output;
+}
 
-RunOutput execute_run(const RunSpec& run,
+RunOutput run_trainer(const RunSpec& run,
                       const Workload& work,
                       const parallel::Mesh& mesh,
                       const StepCallback& progress) {
-  const auto start = std::chrono::steady_clock::now();
   TrainerOptions options;
   options.numerics = numerics_of(run);
   options.grads = run.grads;
@@ -95,9 +121,21 @@ RunOutput execute_run(const RunSpec& run,
   output.num_targets = result.num_targets;
   output.grads = std::move(result.grads);
   output.trace = std::move(result.trace);
-  output.warnings = warnings_of(result, ranks);
+  output.warnings = warnings_of(result.non_finite, result.loss, ranks);
   output.forward_s = result.forward_s;
   output.backward_s = result.backward_s;
+  return output;
+}
+
+}  // namespace
+
+RunOutput execute_run(const RunSpec& run,
+                      const Workload& work,
+                      const parallel::Mesh& mesh,
+                      const StepCallback& progress) {
+  const auto start = std::chrono::steady_clock::now();
+  RunOutput output = run.engine == "inference" ? run_inference(run, work, mesh, progress)
+                                               : run_trainer(run, work, mesh, progress);
   output.cu_seqlens = work.documents.packing.cu_seqlens();
   output.tokens = work.documents.packing.global_tokens();
   output.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();

@@ -11,9 +11,9 @@ namespace lockstep::harness {
 
 using StepCallback = std::function<void(int64_t done, int64_t total, const char* what)>;
 
-/// Runs the trainer. Every rank of the mesh calls it; the result is complete on each. Throws
+/// Runs the engine that the run names. Every rank of the mesh calls it; the result is complete on each. Throws
 /// kInternal when ranks that must agree (loss and gradients) hold different bytes, and whatever the
-/// trainer throws.
+/// engine throws.
 RunOutput execute_run(const RunSpec& run,
                       const Workload& work,
                       const parallel::Mesh& mesh,

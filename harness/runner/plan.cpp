@@ -87,15 +87,21 @@ std::string_view place_of(const RunSpec& run, const parallel::Session& session) 
 Json run_json(const RunSpec& run, const parallel::Session& session) {
   Json numerics = Json::object();
   for (const auto& [id, value] : run.numerics) numerics[id] = value;
-  return {{"name", run.name},
-          {"engine", run.engine},
-          {"policy", run.policy},
-          {"numerics", numerics},
-          {"device", run.device},
-          {"topology", model::to_string(run.topology)},
-          {"ranks", run.topology.num_ranks()},
-          {"ranks_from", place_of(run, session)},
-          {"grads", run.grads}};
+  Json out{{"name", run.name},
+           {"engine", run.engine},
+           {"policy", run.policy},
+           {"numerics", numerics},
+           {"device", run.device},
+           {"topology", model::to_string(run.topology)},
+           {"ranks", run.topology.num_ranks()},
+           {"ranks_from", place_of(run, session)},
+           {"grads", run.grads}};
+  if (run.engine == "inference") {
+    out["decode"] = run.decode;
+    out["prefill_chunk"] = run.prefill_chunk;
+    out["page_size"] = run.page_size;
+  }
+  return out;
 }
 
 Json compare_json(const CompareSpec& compare) {

@@ -30,7 +30,7 @@ std::string fingerprint(const Scenario& scenario, const RunSpec& run) {
                                  m.decay_bias);
   for (const auto& [key, value] : m.overrides) text += key + "=" + value + "|";
   for (const int64_t length : scenario.data.documents) text += fmt::format("{},", length);
-  text += fmt::format("|{}|{}|{}|{}|{}|{}|{}|{}|{}|{}|{}|",
+  text += fmt::format("|{}|{}|{}|{}|{}|{}|{}|{}|{}|{}|{}|{}|{}|{}|",
                       scenario.data.file.string(),
                       scenario.data.seed,
                       run.engine,
@@ -41,6 +41,9 @@ std::string fingerprint(const Scenario& scenario, const RunSpec& run) {
                       run.recompute,
                       run.reference_ops,
                       run.stream_layers,
+                      run.decode,
+                      run.prefill_chunk,
+                      run.page_size,
                       model::to_string(run.topology));
   for (const auto& [id, value] : run.numerics) text += id + "=" + value + "|";
   for (const int64_t cut : run.cp_cuts) text += fmt::format("{};", cut);

@@ -128,10 +128,10 @@ TEST_F(Program, LogitsRefusesBadInputAndLeavesNothing) {
   expect_refused(logits({"--topology", "cp=two"}), 2, {"two"});
   expect_refused(logits({"--topology", "tp=2"}), 2, {"tp = 2"});
   expect_refused(logits({"--topology", "cp=100000"}), 2, {"100000"});
-  expect_refused(logits({"--engine", "inference"}), 2, {"no inference engine"});
+  expect_refused(logits({"--engine", "inference", "--grads"}), 2, {"grads belongs to the trainer"});
+  expect_refused(logits({"--decode", "3"}), 2, {"decode belongs to the inference engine"});
   expect_refused(logits({"--engine", "oven"}), 2, {"oven"});
   expect_refused(logits({"--device", "cuda"}), 2, {"CPU"});
-  expect_refused(logits({"--decode", "3"}), 2, {"--decode"});
   expect_refused(logits({"--stream-layers", "--grads"}), 2, {"--stream-layers"});
 }
 
@@ -294,6 +294,54 @@ limit = 1e-3
       {"run", path("small.toml"), "--out", path("result"), "--set", "compare.0.limit=1e-12"});
   EXPECT_EQ(differ.exit_code, 1);
   EXPECT_THAT(differ.errors + differ.output, HasSubstr("logits"));
+}
+
+TEST_F(Program, TheInferenceEngineWritesWhatTheTrainerWrites) {
+  ASSERT_EQ(logits({"--policy", "float64"}).exit_code, 0);
+  fs::rename(path("out.safetensors"), path("want.safetensors"));
+  const Outcome outcome = logits({"--policy",
+                                  "float64",
+                                  "--engine",
+                                  "inference",
+                                  "--prefill-chunk",
+                                  "3",
+                                  "--decode",
+                                  "2",
+                                  "--page-size",
+                                  "1"});
+  ASSERT_EQ(outcome.exit_code, 0) << outcome.errors;
+  const Outcome compared =
+      lockstep({"compare", path("out.safetensors"), path("want.safetensors"), "--limit", "1e-10"});
+  EXPECT_EQ(compared.exit_code, 0) << compared.output << compared.errors;
+}
+
+TEST_F(Program, EveryPointOfASweepOverInferenceKeysIsComputed) {
+  write("sweep.toml", R"(
+name = "sweep"
+[model]
+preset = "tiny"
+[data]
+documents = [12, 3]
+[run.a]
+policy = "float64"
+[run.b]
+engine = "inference"
+policy = "float64"
+[[compare]]
+left = "b"
+right = "a"
+limit = 1e-10
+[sweep]
+"run.b.decode" = [0, 5]
+"run.b.prefill_chunk" = [0, 4]
+"run.b.page_size" = [0, 3]
+)");
+  const Outcome outcome = lockstep({"run", path("sweep.toml"), "--out", path("result")});
+  ASSERT_EQ(outcome.exit_code, 0) << outcome.output << outcome.errors;
+  int64_t runs = 0;
+  for (const auto& entry : fs::recursive_directory_iterator(folder_ / "result" / "runs"))
+    runs += entry.path().filename() == "run.json" ? 1 : 0;
+  EXPECT_EQ(runs, 1 + 8);
 }
 
 }  // namespace

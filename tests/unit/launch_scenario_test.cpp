@@ -170,9 +170,9 @@ TEST(Scenario, ModelAndDataHaveExactlyOneSource) {
 }
 
 TEST(Scenario, FeaturesThisBuildLacksAreRefusedByName) {
-  expect_error(with("grads = true", "engine = \"inference\""),
+  expect_error(with("grads = true", "grads = true\nengine = \"inference\""),
                ErrorKind::kConfig,
-               {"good.toml:13", "no inference engine"});
+               {"good.toml:", "grads belongs to the trainer"});
   expect_error(with("grads = true", "device = \"cuda\""), ErrorKind::kConfig, {"CPU"});
   expect_error(with("grads = true", "decode = 4"), ErrorKind::kConfig, {"decode"});
   expect_error(with("{ cp = 2 }", "{ tp = 2 }"), ErrorKind::kMesh, {"tp = 2"});
