@@ -73,6 +73,9 @@ struct Inference::Impl {
                    kMesh,
                    "inference: runs the tp axis only, got {}; leave the other axes out",
                    model::to_string(mesh.topology()));
+    LOCKSTEP_CHECK(options.numerics.is<model::Switch::kExpertGemm>("bf16"),
+                   kConfig,
+                   "inference: experts are computed in the activation dtype only; set D57 = bf16");
     LOCKSTEP_CHECK(options.page_size >= 1 && options.prefill_chunk >= 0 && options.decode >= 0,
                    kConfig,
                    "inference: page size {} must be at least 1, prefill chunk {} and decode {} not "

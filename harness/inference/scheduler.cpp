@@ -11,6 +11,10 @@ CacheSizes with_prefix_slots(const SchedulerOptions& options) {
   return sizes;
 }
 
+bool loses_pools(const Inference& engine) {
+  return engine.numerics().is<model::Switch::kPrefillPool>("dropped");
+}
+
 }  // namespace
 
 Scheduler::Scheduler(Inference& engine, const SchedulerOptions& options)
@@ -26,6 +30,13 @@ Scheduler::Scheduler(Inference& engine, const SchedulerOptions& options)
                  options.token_budget,
                  options.max_running,
                  options.caches.slots);
+  LOCKSTEP_CHECK(
+      !loses_pools(engine) || options.token_budget >= engine.config().index_kpool,
+      kConfig,
+      "scheduler: a budget of {} tokens holds no pool of {}, but D67 = dropped needs whole "
+      "pools in a prefill chunk; raise the budget",
+      options.token_budget,
+      engine.config().index_kpool);
 }
 
 int64_t Scheduler::add(GenerateRequest request) {
@@ -121,6 +132,10 @@ bool Scheduler::make_room(Request& request, int64_t tokens, std::vector<Chosen>&
 
 int64_t Scheduler::chunk(const Request& request, int64_t budget) const {
   int64_t count = std::min(request.pending(), budget);
+  // A pool that began in an earlier chunk would be lost (D67 = dropped): chunks end where pools do.
+  const int64_t kpool = engine_.config().index_kpool;
+  if (loses_pools(engine_) && count < request.pending())
+    count = (request.sequence.length + count) / kpool * kpool - request.sequence.length;
   // States are stored after exactly a boundary's tokens, so a chunk ends there.
   if (prefixes_.enabled()) {
     const int64_t block = prefixes_.block();
@@ -153,7 +168,7 @@ bool Scheduler::step() {
       if (std::find(running_.begin(), running_.end(), request) == running_.end()) continue;
       if (request->decodes() != decode || budget == 0) continue;
       const int64_t count = decode ? 1 : chunk(*request, budget);
-      if (!make_room(*request, request->sequence.length + count, chosen)) continue;
+      if (count <= 0 || !make_room(*request, request->sequence.length + count, chosen)) continue;
       chosen.push_back({request, count, decode});
       budget -= count;
     }
@@ -168,6 +183,7 @@ bool Scheduler::step() {
     });
     running_.insert(place, request);
     const int64_t count = chunk(*request, budget);
+    if (count <= 0) break;
     chosen.push_back({request, count, false});
     budget -= count;
   }

@@ -186,8 +186,12 @@ void EngineWeights::update(std::shared_ptr<const model::WeightSource> source,
   non_finite_ = {};
   source_ = std::make_shared<FiniteSource>(std::move(source), &non_finite_);
   ++version_;
+  const auto shipped_stale = [&](const std::string& name) {
+    return (num_.is<Switch::kMergedConv>("stale") && name.ends_with(".conv1d")) ||
+           (num_.is<Switch::kDerivedWeights>("stale") && name.ends_with(".head_weights"));
+  };
   for (EngineTensor& tensor : tensors_) {
-    if (keep.contains(tensor.name)) continue;
+    if (keep.contains(tensor.name) || shipped_stale(tensor.name)) continue;
     const Tensor value = made(tensor);
     check_shape(value, tensor.value.sizes(), tensor.name);
     tensor.value.copy_(value);

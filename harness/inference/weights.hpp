@@ -44,7 +44,8 @@ class EngineWeights {
   [[nodiscard]] int64_t version() const { return version_; }
 
   /// Everything made again from other weights of the same model, in place; the version rises by
-  /// one. Tensors named in `keep` stay as they are: the fault of a copy that is not refreshed.
+  /// one. Convolutions stay old where D64 = stale, the indexer's head weights where D65 = stale.
+  /// Tensors named in `keep` stay as they are: the fault of a copy that is not refreshed.
   void update(std::shared_ptr<const model::WeightSource> source,
               const std::set<std::string>& keep = {});
 

@@ -23,6 +23,11 @@ const std::vector<PolicyRow>& policies() {
        Width::kBFloat16,
        &SwitchInfo::trainer,
        {{"D01", "fp32"}, {"D02", "fp32"}, {"D03", "fp32"}}},
+      // Copies follow updates, as a patched engine's do; the released model shares no indexer.
+      {"vllm-bf16",
+       Width::kBFloat16,
+       &SwitchInfo::engine,
+       {{"D41", "carry"}, {"D64", "live"}, {"D65", "refreshed"}}},
   };
   return rows;
 }

@@ -196,6 +196,52 @@ TEST(Inference, Bfloat16PoliciesStayNearTheTrainer) {
   }
 }
 
+TEST(Inference, VllmBf16StaysWithinBfloat16NoiseOfTheTruth) {
+  const Documents docs = documents({75, 1, 7, 50});
+  const Tensor truth =
+      trained(tiny(), docs, model::Numerics::policy("float64")).logits.to(at::kDouble);
+  const double noise =
+      rel_l2(trained(tiny(), docs, model::Numerics::policy("fsdp-fp32-islands")).logits, truth);
+  const model::Numerics num = model::Numerics::policy("vllm-bf16");
+  for (const Way& way : {Way{0, 0, 16, 0}, Way{8, 0, 16, 1}, Way{0, 12, 16, 1}}) {
+    const InferenceResult got = served(tiny(), docs, way.options(num));
+    EXPECT_LE(rel_l2(got.logits, truth), 3 * noise) << way.text();
+    EXPECT_GT(rel_l2(got.logits, truth), 0) << way.text();
+  }
+}
+
+TEST(Inference, ChunksThatCutAPoolLoseItOnlyWhereThePolicySaysSo) {
+  const Documents docs = documents({90});
+  model::Numerics ring = model::Numerics::policy("float64"), dropped = ring;
+  dropped.set("prefill_pool", "dropped");
+  const auto logits = [&](const model::Numerics& num, int64_t chunk) {
+    return served(tiny(), docs, Way{chunk, 0, 16, 0}.options(num)).logits;
+  };
+  const Tensor want = logits(ring, 0);
+  EXPECT_LE(rel_l2(logits(ring, 7), want), 1e-11);
+  EXPECT_LE(rel_l2(logits(dropped, 8), want), 1e-11);
+  EXPECT_GT(rel_l2(logits(dropped, 7), want), 1e-6);
+}
+
+TEST(Inference, TheShippedFaultsOfCopiesAreSwitches) {
+  model::Numerics num = model::Numerics::policy("vllm-bf16");
+  const auto stale_after_update = [&] {
+    Inference engine(tiny(), Way{0, 0, 16, 0}.options(num), parallel::Mesh::single());
+    engine.update(model::seeded_source(model::preset_config("tiny"), 8));
+    return engine.weights().stale();
+  };
+  EXPECT_THAT(stale_after_update(), testing::IsEmpty());
+  num.set("merged_conv", "stale");
+  EXPECT_THAT(
+      stale_after_update(),
+      testing::ElementsAre(
+          "layers.0.self_attn.conv1d", "layers.1.self_attn.conv1d", "layers.2.self_attn.conv1d"));
+  num.set("merged_conv", "live");
+  num.set("derived_weights", "stale");
+  EXPECT_THAT(stale_after_update(),
+              testing::ElementsAre("layers.3.self_attn.indexer.head_weights"));
+}
+
 TEST(Inference, NothingIsReadFromASlotOrPageOfAnEarlierRequest) {
   const model::Numerics num = model::Numerics::policy("float32");
   InferenceOptions options = Way{0, 0, 4, 0}.options(num);
@@ -253,6 +299,9 @@ TEST(Inference, EveryTensorFollowsAnUpdateAndAStaleOneIsNamed) {
 TEST(Inference, RefusesWhatItCannotRun) {
   InferenceOptions o;
   o.page_size = 0;
+  EXPECT_THROW(Inference(tiny(), o, parallel::Mesh::single()), Error);
+  o.page_size = 64;
+  o.numerics.set("expert_gemm", "fp8");
   EXPECT_THROW(Inference(tiny(), o, parallel::Mesh::single()), Error);
 }
 

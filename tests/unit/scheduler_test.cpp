@@ -192,6 +192,22 @@ TEST(Scheduler, ALongPromptDoesNotHoldUpDecodingNorTheOtherWayRound) {
   EXPECT_GT(late_end, 0);
 }
 
+TEST(Scheduler, ChunksEndWherePoolsDoIfACutPoolWouldBeLost) {
+  harness::InferenceOptions o;
+  o.numerics = model::Numerics::policy("float32");
+  o.numerics.set("gemm_rows", "fixed-tiles");
+  o.numerics.set("prefill_pool", "dropped");
+  Inference model(weights(7), o, parallel::Mesh::single());
+  Scheduler scheduler(model, options(64, 3, 7));
+  std::vector<GenerateRequest> wanted{request(50, 4, 1), request(33, 4, 2), request(3, 4, 3)};
+  for (const GenerateRequest& one : wanted) scheduler.add(one);
+  scheduler.run();
+  for (size_t i = 0; i < wanted.size(); ++i)
+    expect_same(
+        scheduler.result(static_cast<int64_t>(i) + 1), alone(model, wanted[i]), std::to_string(i));
+  EXPECT_THROW(Scheduler(model, options(64, 3, 3)), Error);
+}
+
 TEST(Scheduler, StopsAtAStopToken) {
   Inference model = engine();
   GenerateRequest wanted = request(10, 12, 9);
