@@ -73,9 +73,12 @@ struct Inference::Impl {
                    kMesh,
                    "inference: runs the tp axis only, got {}; leave the other axes out",
                    model::to_string(mesh.topology()));
-    LOCKSTEP_CHECK(options.numerics.is<model::Switch::kExpertGemm>("bf16"),
-                   kConfig,
-                   "inference: experts are computed in the activation dtype only; set D57 = bf16");
+    LOCKSTEP_CHECK(
+        !options.numerics.rounds<model::Switch::kExpertGemm>("fp8") || mesh.topology().tp == 1,
+        kMesh,
+        "inference: block scales of FP8 experts (D57) would change with tp = {}; use tp = "
+        "1 or D57 = bf16",
+        mesh.topology().tp);
     LOCKSTEP_CHECK(options.page_size >= 1 && options.prefill_chunk >= 0 && options.decode >= 0,
                    kConfig,
                    "inference: page size {} must be at least 1, prefill chunk {} and decode {} not "

@@ -1,9 +1,49 @@
 #include "harness/inference/mixers.hpp"
+#include "model/ops/fp8_linear.hpp"
 #include "model/ops/linear.hpp"
 #include "model/ops/moe.hpp"
 
 namespace lockstep::harness {
 namespace {
+
+bool in_fp8(const StepContext& ctx) { return ctx.num.rounds<model::Switch::kExpertGemm>("fp8"); }
+
+Tensor product(const StepContext& ctx,
+               const EngineLayer& name,
+               const Tensor& x,
+               const std::string& weight) {
+  if (!in_fp8(ctx)) return model::linear(x, name.weight(weight), ctx.num);
+  return model::linear_fp8(
+      x, {name.weight(weight + ".bytes"), name.weight(weight + ".scale")}, ctx.num);
+}
+
+Tensor activated(const StepContext& ctx, const Tensor& gate_up) {
+  const int64_t inner = gate_up.size(1) / 2;
+  return model::clamped_swiglu(gate_up.narrow(1, 0, inner).contiguous(),
+                               gate_up.narrow(1, inner, inner).contiguous(),
+                               ctx.config.swiglu_limit,
+                               ctx.num);
+}
+
+/// Rows in expert order through experts kept in FP8.
+Tensor experts_fp8(const StepContext& ctx,
+                   const EngineLayer& name,
+                   const Tensor& rows,
+                   const std::vector<int64_t>& offsets) {
+  const auto expert = [&](const std::string& weight, int64_t e) {
+    return model::Fp8Blocks{name.weight(weight + ".bytes")[e], name.weight(weight + ".scale")[e]};
+  };
+  std::vector<Tensor> out{rows.narrow(0, 0, 0)};
+  for (size_t e = 0; e + 1 < offsets.size(); ++e) {
+    if (offsets[e] == offsets[e + 1]) continue;
+    const auto id = static_cast<int64_t>(e);
+    const Tensor mine = rows.narrow(0, offsets[e], offsets[e + 1] - offsets[e]);
+    const Tensor h =
+        activated(ctx, model::linear_fp8(mine, expert("mlp.experts.w13", id), ctx.num));
+    out.push_back(model::linear_fp8(h, expert("mlp.experts.w2", id), ctx.num));
+  }
+  return at::cat(out);
+}
 
 /// Clamped SwiGLU through a merged gate and up projection. Where sums are split, this rank's part
 /// of the sum; else whole.
@@ -11,15 +51,9 @@ Tensor gated_mlp(const StepContext& ctx,
                  const EngineLayer& name,
                  const Tensor& x,
                  const std::string& mlp) {
-  const Tensor both = model::linear(x, name.weight(mlp + ".gate_up_proj"), ctx.num);
-  const int64_t inner = both.size(1) / 2;
-  const Tensor h = model::clamped_swiglu(both.narrow(1, 0, inner).contiguous(),
-                                         both.narrow(1, inner, inner).contiguous(),
-                                         ctx.config.swiglu_limit,
-                                         ctx.num);
-  const Tensor& down = name.weight(mlp + ".down_proj");
-  if (ctx.tensor.splits_sums()) return model::linear(h, down, ctx.num);
-  return engine_project_out(ctx, h, down, name(mlp));
+  const Tensor h = activated(ctx, product(ctx, name, x, mlp + ".gate_up_proj"));
+  if (ctx.tensor.splits_sums()) return product(ctx, name, h, mlp + ".down_proj");
+  return engine_project_out(ctx, h, name.weight(mlp + ".down_proj"), name(mlp));
 }
 
 /// Rows in expert order through this rank's part of the experts.
@@ -27,6 +61,7 @@ Tensor experts(const StepContext& ctx,
                const EngineLayer& name,
                const Tensor& rows,
                const std::vector<int64_t>& offsets) {
+  if (in_fp8(ctx)) return experts_fp8(ctx, name, rows, offsets);
   const Tensor &w13 = name.weight("mlp.experts.w13"), &w2 = name.weight("mlp.experts.w2");
   model::TensorSplit& tensor = ctx.tensor;
   if (tensor.splits_sums())

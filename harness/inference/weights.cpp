@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "model/layers/parameter_policy.hpp"
+#include "model/ops/fp8_linear.hpp"
 #include "parallel/plan/placement.hpp"
 
 namespace lockstep::harness {
@@ -135,15 +136,36 @@ void EngineWeights::add_layer(int64_t layer) {
     }
   }
 
+  // Weights of experts and MLPs: as they are, or (D57) as FP8 codes and block scales.
+  const auto product = [&](const std::string& name, const std::vector<std::string>& from) {
+    if (!num_.rounds<Switch::kExpertGemm>("fp8")) {
+      from.size() == 1 ? plain(name, from[0]) : merged(name, from);
+      return;
+    }
+    for (const bool codes : {true, false}) {
+      EngineTensor tensor{
+          .name = prefix + name + (codes ? ".bytes" : ".scale"),
+          .derivation = fmt::format(
+              "FP8 {} of blocks of {}", codes ? "codes" : "scales", fmt::join(from, ", ")),
+          .derived = true,
+          .derive = [codes](const std::vector<Tensor>& in) {
+            const model::Fp8Blocks blocks =
+                model::quantise_blocks(in.size() == 1 ? in[0] : at::cat(in));
+            return codes ? blocks.bytes : blocks.scale;
+          }};
+      for (const std::string& source : from) tensor.sources.push_back(prefix + source);
+      add(std::move(tensor));
+    }
+  };
   const auto gate_up = [&](const std::string& mlp) {
-    merged(mlp + ".gate_up_proj", {mlp + ".gate_proj.weight", mlp + ".up_proj.weight"});
-    plain(mlp + ".down_proj", mlp + ".down_proj.weight");
+    product(mlp + ".gate_up_proj", {mlp + ".gate_proj.weight", mlp + ".up_proj.weight"});
+    product(mlp + ".down_proj", {mlp + ".down_proj.weight"});
   };
   if (config.mlps[l] == model::MlpKind::kMoe) {
     plain("mlp.gate", "mlp.gate.weight");
     plain("mlp.gate.e_score_correction_bias", "mlp.gate.e_score_correction_bias");
-    plain("mlp.experts.w13", "mlp.experts.gate_up_proj");
-    plain("mlp.experts.w2", "mlp.experts.down_proj");
+    product("mlp.experts.w13", {"mlp.experts.gate_up_proj"});
+    product("mlp.experts.w2", {"mlp.experts.down_proj"});
     if (config.n_shared_experts > 0) gate_up("mlp.shared_experts");
   } else {
     gate_up("mlp");

@@ -41,6 +41,9 @@ struct Trainer::Impl {
         !(options.stream_layers && (options.grads || options.optimizer)),
         kConfig,
         "trainer: weights streamed from disk have no gradients; drop --grads or --stream-layers");
+    LOCKSTEP_CHECK(!options.numerics.rounds<model::Switch::kExpertGemm>("fp8"),
+                   kConfig,
+                   "trainer: experts in FP8 (D57) are the inference engine's; set D57 = bf16");
     if (options.stream_layers) {
       LOCKSTEP_CHECK(mesh.all().size() == 1,
                      kConfig,

@@ -28,6 +28,10 @@ const std::vector<PolicyRow>& policies() {
        Width::kBFloat16,
        &SwitchInfo::engine,
        {{"D41", "carry"}, {"D64", "live"}, {"D65", "refreshed"}}},
+      {"vllm-fp8",
+       Width::kBFloat16,
+       &SwitchInfo::engine,
+       {{"D41", "carry"}, {"D57", "fp8"}, {"D64", "live"}, {"D65", "refreshed"}}},
   };
   return rows;
 }

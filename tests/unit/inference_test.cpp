@@ -210,6 +210,28 @@ TEST(Inference, VllmBf16StaysWithinBfloat16NoiseOfTheTruth) {
   }
 }
 
+TEST(Inference, VllmFp8ChangesExpertsAndMlpsAlone) {
+  const Documents docs = documents({40, 7});
+  const auto run = [&](std::string_view policy) {
+    InferenceOptions o = Way{0, 0, 16, 0}.options(model::Numerics::policy(policy));
+    o.trace = "layers.0.self_attn,layers.0.post_attention_layernorm,layers.0.mlp,layers.1.mlp";
+    return served(tiny(), docs, o);
+  };
+  const InferenceResult a = run("vllm-bf16"), b = run("vllm-fp8");
+  ASSERT_EQ(b.trace.size(), 4U);
+  EXPECT_TRUE(same_bytes(b.trace[1].second, a.trace[1].second));
+  const double mlp = rel_l2(b.trace[2].second, a.trace[2].second);
+  EXPECT_GT(mlp, 5e-3);
+  EXPECT_LE(mlp, 0.1);
+  EXPECT_LE(rel_l2(b.trace[3].second, a.trace[3].second), 0.3);
+  EXPECT_THROW(trained(tiny(), docs, model::Numerics::policy("vllm-fp8")), Error);
+  // In float32 nothing is rounded.
+  model::Numerics plain = model::Numerics::policy("float32"), fp8 = plain;
+  fp8.set("expert_gemm", "fp8");
+  EXPECT_TRUE(same_bytes(served(tiny(), docs, Way{0, 0, 16, 0}.options(fp8)).logits,
+                         served(tiny(), docs, Way{0, 0, 16, 0}.options(plain)).logits));
+}
+
 TEST(Inference, ChunksThatCutAPoolLoseItOnlyWhereThePolicySaysSo) {
   const Documents docs = documents({90});
   model::Numerics ring = model::Numerics::policy("float64"), dropped = ring;
@@ -299,9 +321,6 @@ TEST(Inference, EveryTensorFollowsAnUpdateAndAStaleOneIsNamed) {
 TEST(Inference, RefusesWhatItCannotRun) {
   InferenceOptions o;
   o.page_size = 0;
-  EXPECT_THROW(Inference(tiny(), o, parallel::Mesh::single()), Error);
-  o.page_size = 64;
-  o.numerics.set("expert_gemm", "fp8");
   EXPECT_THROW(Inference(tiny(), o, parallel::Mesh::single()), Error);
 }
 
