@@ -32,6 +32,30 @@ TEST(InferenceRanks, TensorParallelEqualsOneRank) {
   }
 }
 
+TEST(InferenceRanks, WithWholeSumsAndFixedTilesTheBytesAreThoseOfOneRank) {
+  const std::shared_ptr<const model::WeightSource> source =
+      model::seeded_source(model::preset_config("tiny"), 7);
+  const harness::Documents docs = harness::random_documents({75, 1, 7, 50}, 131, 0, 11);
+  for (const char* policy : {"float32", "fsdp-bf16"}) {
+    harness::InferenceOptions options;
+    options.numerics = model::Numerics::policy(policy);
+    options.numerics.set("tp_partial_sums", "one");
+    options.numerics.set("gemm_rows", "fixed-tiles");
+    options.prefill_chunk = 13;
+    options.decode = 6;
+    const auto run = [&](const parallel::Mesh& mesh) {
+      return harness::Inference(source, options, mesh).run(docs).logits;
+    };
+    const Tensor want = run(parallel::Mesh::single());
+    for (const int64_t tp : {2, 3, 4}) {
+      if (world().size() < tp) continue;
+      const parallel::Mesh mesh = parallel::Mesh::create(world(), {.tp = tp});
+      if (!mesh.active()) continue;
+      EXPECT_TRUE(same_bytes(run(mesh), want)) << policy << " tp " << tp;
+    }
+  }
+}
+
 TEST(InferenceRanks, OtherAxesAreRefused) {
   if (world().size() < 2) GTEST_SKIP();
   const parallel::Mesh mesh = parallel::Mesh::create(world(), {.cp = 2});

@@ -295,6 +295,60 @@ TEST(Inference, NothingIsReadFromASlotOrPageOfAnEarlierRequest) {
   EXPECT_EQ(caches.slots().free(), caches.slots().count());
 }
 
+TEST(Inference, B24MemoryThatNobodyWroteHasNoInfluence) {
+  const std::vector<int64_t> lengths{1, 3, 4, 5, 60};
+  const Tensor ids = documents(lengths).ids;
+  const auto* tokens = ids.const_data_ptr<int64_t>();
+  for (const char* policy : {"float32", "vllm-bf16", "hf-bf16", "fsdp-bf16"}) {
+    Inference model(
+        tiny(), Way{0, 0, 4, 0}.options(model::Numerics::policy(policy)), parallel::Mesh::single());
+    const auto run = [&](double fill) {
+      harness::CacheSizes sizes = harness::cache_sizes(4, model.config().index_kpool, lengths);
+      sizes.shuffle = 3;
+      harness::Caches caches = model.make_caches(sizes);
+      for (size_t layer = 0; layer < model.config().mixers.size(); ++layer) {
+        const auto l = static_cast<int64_t>(layer);
+        const auto& kda = caches.kda(l);
+        const auto& dsa = caches.dsa(l);
+        for (const Tensor* t : {&kda.conv,
+                                &kda.state,
+                                &kda.boundary,
+                                &kda.open,
+                                &dsa.latent,
+                                &dsa.index,
+                                &dsa.ring}) {
+          if (!t->defined()) continue;
+          t->scalar_type() == at::kByte ? t->fill_(fill == 0 ? 0 : 0x7f) : t->fill_(fill);
+        }
+      }
+      std::vector<harness::Sequence> sequences(lengths.size());
+      std::vector<Tensor> out;
+      // A chunk of up to 30 tokens, then what is left by decoding.
+      for (int64_t step = 0; step < 31; ++step) {
+        std::vector<harness::BatchItem> items;
+        int64_t first = 0;
+        for (size_t i = 0; i < lengths.size(); first += lengths[i++]) {
+          const int64_t done = sequences[i].length;
+          if (done == lengths[i]) continue;
+          EXPECT_TRUE(caches.reserve(sequences[i], lengths[i]));
+          const int64_t end = step == 0 ? std::min<int64_t>(30, lengths[i]) : done + 1;
+          items.push_back({.sequence = &sequences[i],
+                           .ids = {tokens + first + done, tokens + first + end},
+                           .decode = step > 0});
+        }
+        if (items.empty()) break;
+        out.push_back(model.logits(
+            model.step(caches, harness::Batch(std::move(items), model.config().index_kpool))));
+      }
+      return at::cat(out);
+    };
+    const Tensor clean = run(0);
+    EXPECT_TRUE(clean.isfinite().all().item<bool>()) << policy;
+    EXPECT_TRUE(same_bytes(run(1e30), clean)) << policy;
+    EXPECT_TRUE(same_bytes(run(std::numeric_limits<double>::quiet_NaN()), clean)) << policy;
+  }
+}
+
 TEST(Inference, EveryTensorFollowsAnUpdateAndAStaleOneIsNamed) {
   const Documents docs = documents({30, 9});
   const model::Numerics num = model::Numerics::policy("float32");
