@@ -7,6 +7,7 @@
 #include "harness/engine/finite_source.hpp"
 #include "harness/engine/memory.hpp"
 #include "harness/engine/trace.hpp"
+#include "harness/trainer/dtype_audit.hpp"
 #include "harness/trainer/parameters.hpp"
 #include "harness/trainer/router_load.hpp"
 #include "model/base/op_timer.hpp"
@@ -36,7 +37,8 @@ struct Trainer::Impl {
       : source(std::make_shared<FiniteSource>(std::move(source_in), &non_finite)),
         options(std::move(options_in)),
         mesh(mesh_in),
-        config(source->config()) {
+        config(source->config()),
+        audit(config, options.numerics) {
     LOCKSTEP_CHECK(
         !(options.stream_layers && (options.grads || options.optimizer)),
         kConfig,
@@ -44,6 +46,7 @@ struct Trainer::Impl {
     LOCKSTEP_CHECK(!options.numerics.rounds<model::Switch::kExpertGemm>("fp8"),
                    kConfig,
                    "trainer: experts in FP8 (D57) are the inference engine's; set D57 = bf16");
+    audit.load(*source);
     if (options.stream_layers) {
       LOCKSTEP_CHECK(mesh.all().size() == 1,
                      kConfig,
@@ -60,9 +63,13 @@ struct Trainer::Impl {
           parallel::parameter_specs(*source, options.numerics, mesh), mesh, sharding);
       sharded = all.get();
       params = std::move(all);
-      if (options.optimizer)
+      audit.shards(*sharded);
+      if (options.optimizer) {
         optimizer = std::make_unique<parallel::Optimizer>(*sharded, mesh, *options.optimizer);
+        audit.optimizer(*sharded, *optimizer);
+      }
     }
+    watched = audit.watch(*params);
   }
 
   /// Forward of this rank's part of a batch. Returns its share of the loss: summed over ranks it is
@@ -94,7 +101,9 @@ struct Trainer::Impl {
   TrainerOptions options;
   const parallel::Mesh& mesh;
   const model::ModelConfig& config;
+  DtypeAudit audit;
   std::unique_ptr<model::ParamView> params;
+  std::unique_ptr<model::ParamView> watched;       ///< params as the audit sees them
   parallel::ShardedParameters* sharded = nullptr;  ///< params, unless streamed
   std::unique_ptr<parallel::Optimizer> optimizer;
 };
@@ -122,7 +131,7 @@ Tensor Trainer::Impl::forward(const parallel::ParallelPlan& plan,
   const model::LayerContext ctx{.config = config,
                                 .num = options.numerics,
                                 .packing = tokens.packing,
-                                .params = *params,
+                                .params = *watched,
                                 .seams = plan.seams(),
                                 .trace = trace,
                                 .reference = options.reference_ops};
@@ -260,7 +269,10 @@ std::map<std::string, Tensor> Trainer::weights() const {
 void Trainer::save(const std::string& folder, std::map<std::string, std::string> values) const {
   const int64_t step = impl_->optimizer ? impl_->optimizer->num_steps() : 0;
   parallel::save_checkpoint(folder, {step, std::move(values)}, impl_->parts());
+  impl_->audit.checkpoint(folder);
 }
+
+const std::vector<AuditRow>& Trainer::audit() const { return impl_->audit.rows(); }
 
 parallel::TrainingState Trainer::load(const std::string& folder) {
   return parallel::load_checkpoint(folder, impl_->parts());

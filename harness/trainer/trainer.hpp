@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "harness/engine/documents.hpp"
+#include "harness/trainer/dtype_audit.hpp"
 #include "model/checkpoint/weight_source.hpp"
 #include "model/config/numerics.hpp"
 #include "model/config/topology.hpp"
@@ -85,6 +86,10 @@ class Trainer {
   /// Every parameter as it is now, whole, under checkpoint tensor names, in the dtype of its
   /// shards. Collective.
   [[nodiscard]] std::map<std::string, Tensor> weights() const;
+
+  /// The float32 parameters of a bfloat16 policy, with their dtype at each point they reached so
+  /// far. The trainer throws where one is not float32 (kInput for a file, else kInternal).
+  [[nodiscard]] const std::vector<AuditRow>& audit() const;
 
   /// Masters, moments, step count and the caller's values in a new folder (see save_checkpoint), at
   /// any topology readable. Collective.
