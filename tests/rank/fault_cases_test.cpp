@@ -1,5 +1,5 @@
 // Faults people met when a sequence is cut over ranks: gradients that are right on the last rank
-// only, layers that share a selection.
+// only, lost tokens, layers that share a selection.
 #include <gtest/gtest.h>
 
 #include "harness/trainer/trainer.hpp"
@@ -85,6 +85,37 @@ TEST(FaultCases, B01GradientsOfAKdaLayerAreRightOnEveryRank) {
       EXPECT_LE(rel_l2(split.params.at(name), grad), 1e-4) << name;
     // The same comparison sees a gate that is head 0's for every head.
     EXPECT_GT(worst_distance(kda_layer_grads(mesh_of_all(), row, true), one), 1e-2);
+  }
+}
+
+TEST(FaultCases, B05OddLengthsLoseNoTokenWhenTheRowIsCut) {
+  const std::shared_ptr<const model::WeightSource> source =
+      model::seeded_source(model::preset_config("tiny"), 5);
+  harness::TrainerOptions options;
+  options.numerics = model::Numerics::policy("float64");
+  options.grads = true;
+  const parallel::Mesh mesh = mesh_of_all();
+  for (const std::vector<int64_t>& cu : {std::vector<int64_t>{0, 4, 7}, {0, 7}, {0, 5, 14, 15}}) {
+    // Padding to the next multiple of 10: two fillings must give the same bytes.
+    const int64_t tokens = cu.back(), row = (tokens + 9) / 10 * 10;
+    const Tensor ids = at::arange(3, 3 + row, at::kLong), filled = ids.clone();
+    filled.narrow(0, tokens, row - tokens).fill_(77);
+    const harness::TrainerResult one =
+        harness::Trainer(source, options, parallel::Mesh::single()).run(harness::from_row(ids, cu));
+    const harness::TrainerResult split =
+        harness::Trainer(source, options, mesh).run(harness::from_row(ids, cu));
+    const harness::TrainerResult other =
+        harness::Trainer(source, options, mesh).run(harness::from_row(filled, cu));
+    for (size_t d = 0; d + 1 < cu.size(); ++d) {
+      EXPECT_LE(rel_l2(split.logits[cu[d + 1] - 1], one.logits[cu[d + 1] - 1]), 1e-11)
+          << "last token of document " << d << " of " << tokens << " tokens";
+    }
+    EXPECT_LE(rel_l2(split.logits, one.logits), 1e-11);
+    const auto [distance, name] = worst(split.grads, one.grads);
+    EXPECT_LE(distance, 1e-11) << name;
+    EXPECT_TRUE(same_bytes(split.logits, other.logits)) << "padding has influence";
+    for (const auto& [grad_name, grad] : split.grads)
+      EXPECT_TRUE(same_bytes(grad, other.grads.at(grad_name))) << grad_name;
   }
 }
 

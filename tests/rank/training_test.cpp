@@ -3,8 +3,10 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 
 #include "harness/trainer/trainer.hpp"
+#include "model/base/tensor_memory.hpp"
 #include "model/config/config_json.hpp"
 #include "parallel/ep/expert_parallel.hpp"
 #include "tests/rank/world.hpp"
@@ -158,6 +160,85 @@ TEST(Training, B03AndB34GradientsDoNotScaleWithAnyAxis) {
       if (norm < 1e-12) continue;
       EXPECT_NEAR(split.grads.at(name).norm().item<double>() / norm, 1, 1e-4)
           << model::to_string(topology) << ": " << name;
+    }
+  }
+}
+
+/// Every new tensor starts as this byte repeated.
+class FilledMemory {
+ public:
+  explicit FilledMemory(uint8_t pattern) {
+    watch_tensor_memory();
+    fill_new_tensors(pattern);
+  }
+  FilledMemory(const FilledMemory&) = delete;
+  FilledMemory& operator=(const FilledMemory&) = delete;
+  ~FilledMemory() { fill_new_tensors(std::nullopt); }
+};
+
+TEST(Training, B37NothingReadsMemoryThatNobodyWrote) {
+  Topology topology;
+  topology.fsdp = topology.ep = world().size();
+  const parallel::Mesh mesh = parallel::Mesh::create(world(), topology);
+  for (const char* policy : {"float32", "fsdp-bf16"}) {
+    // Three tokens with top-k choices cannot reach all experts: some get none, some get one.
+    std::vector<std::map<std::string, Tensor>> weights;
+    for (const int pattern : {0x00, 0xff, 0x7f}) {
+      const FilledMemory filled(static_cast<uint8_t>(pattern));
+      const Tensor fresh = at::empty({3});
+      EXPECT_EQ(*static_cast<const uint8_t*>(fresh.const_data_ptr()), pattern);
+      harness::TrainerOptions options;
+      options.numerics = model::Numerics::policy(policy);
+      options.optimizer = adamw();
+      options.router_bias_speed = 1e-3;
+      Trainer trainer(tiny(), options, mesh);
+      for (uint64_t s = 0; s < 3; ++s) {
+        const TrainStep step = trainer.train_step({batch({2, 0, 1}, s)});
+        EXPECT_TRUE(std::isfinite(step.loss)) << policy;
+      }
+      weights.push_back(trainer.weights());
+    }
+    for (const auto& [name, value] : weights[0]) {
+      EXPECT_TRUE(at::isfinite(value).all().item<bool>()) << policy << ": " << name;
+      for (size_t i = 1; i < weights.size(); ++i)
+        EXPECT_TRUE(same_bytes(value, weights[i].at(name))) << policy << ": " << name;
+    }
+  }
+}
+
+TEST(Training, B40RanksWithoutTokensOrWithoutRowsForTheirExpertsTakePart) {
+  // The bias of three experts decides every choice; their rank gets all rows, others none.
+  std::map<std::string, Tensor> weights;
+  for (const std::string& name : tiny()->names()) {
+    weights[name] = tiny()->load(name);
+    if (!name.ends_with("e_score_correction_bias")) continue;
+    weights[name] = weights[name].clone();
+    weights[name].narrow(0, 0, 3).add_(100);
+  }
+  const auto source =
+      std::shared_ptr<const model::WeightSource>(model::memory_source(tiny()->config(), weights));
+  harness::TrainerOptions options;
+  options.numerics = model::Numerics::policy("float64");
+  options.grads = true;
+  for (const std::vector<int64_t>& lengths : {std::vector<int64_t>{40, 3}, {1}}) {
+    const Documents docs = batch(lengths, 3);
+    const harness::TrainerResult one = Trainer(source, options, parallel::Mesh::single()).run(docs);
+    int64_t unused = 0;
+    for (const auto& [name, grad] : one.grads) {
+      const size_t at = name.find("experts.");
+      if (at == std::string::npos || name.find("shared_experts") != std::string::npos) continue;
+      const bool used = std::stoll(name.substr(at + 8)) < 3;
+      if (used || name.find("layers.0.") != std::string::npos) continue;
+      EXPECT_EQ(grad.abs().max().item<double>(), 0) << name;
+      ++unused;
+    }
+    EXPECT_GT(unused, 0);
+    for (const Topology& topology : some_topologies()) {
+      const parallel::Mesh mesh = parallel::Mesh::create(world(), topology);
+      const harness::TrainerResult split = Trainer(source, options, mesh).run(docs);
+      EXPECT_LE(rel_l2(split.logits, one.logits), 1e-11) << model::to_string(topology);
+      const auto [distance, name] = worst(split.grads, one.grads);
+      EXPECT_LE(distance, 1e-11) << model::to_string(topology) << ": " << name;
     }
   }
 }

@@ -85,8 +85,7 @@ TEST(Conv, HaloContinuesADocumentBitForBit) {
   }
 }
 
-// B07 for the convolution.
-TEST(Conv, PackedDocumentsEqualDocumentsAloneBitForBit) {
+TEST(Conv, B07PackedDocumentsEqualDocumentsAloneBitForBit) {
   const Numerics num = Numerics::policy("float32");
   const std::vector<int64_t> lengths = {13, 7, 40, 1, 3}, cu = boundaries(lengths);
   const Tensor x = seeded({64, 24}, "x").to(at::kFloat), w = seeded({24, 4}, "w").to(at::kFloat);

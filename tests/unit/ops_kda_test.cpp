@@ -219,8 +219,8 @@ TEST(Kda, Float32ErrorIsThatOfTheFormat) {
   }
 }
 
-// B29: one constant unit key and query. The recurrence then has one degree of freedom per channel.
-TEST(Kda, RepeatedKeysHaveTheClosedForm) {
+// One constant unit key and query. The recurrence then has one degree of freedom per channel.
+TEST(Kda, B29RepeatedKeysHaveTheClosedForm) {
   const int64_t tokens = 256, dim = 32;
   KdaInput in;
   const Tensor key = seeded({dim}, "key");
@@ -284,8 +284,7 @@ TEST(Kda, ZeroKeysAndQueriesAreLegal) {
   }
 }
 
-// B07 for the operator.
-TEST(Kda, PackedDocumentsEqualDocumentsAloneBitForBit) {
+TEST(Kda, B07PackedDocumentsEqualDocumentsAloneBitForBit) {
   const std::vector<int64_t> lengths = {13, 7, 40, 1, 0, 3, 200, 64};
   const KdaInput in = make_input(lengths, 2, 20, Regime::kMixed);
   for (const std::string policy : {"float32", "fsdp-bf16"}) {
@@ -369,8 +368,7 @@ TEST(Kda, HandedOverStateContinuesADocumentBitForBit) {
   }
 }
 
-// B10
-TEST(Kda, DecayParameterKeepsItsPrecision) {
+TEST(Kda, B10DecayParameterKeepsItsPrecision) {
   const int64_t tokens = 2048, dim = 16;
   const KdaInput base = make_input({tokens}, 1, dim, Regime::kWeak, /*with_state=*/false);
   const auto with_a_log = [&](double value) {
@@ -511,8 +509,7 @@ TEST(Kda, EverySwitchChangesTheBytes) {
   }
 }
 
-// B53
-TEST(Kda, RepeatedCallsGiveTheSameBytesAndLeaveInputsAlone) {
+TEST(Kda, B53RepeatedCallsGiveTheSameBytesAndLeaveInputsAlone) {
   for (const std::string policy : {"float64", "float32", "fsdp-bf16"}) {
     const Numerics num = Numerics::policy(policy);
     const KdaInput in = convert(make_input({130, 0, 70}, 3, 20, Regime::kMixed), num);
@@ -578,7 +575,7 @@ TEST(Kda, GradientOfOneOutputAloneIsEnough) {
   }
 }
 
-TEST(Kda, WrongArgumentsAreNamed) {
+TEST(Kda, B53WrongArgumentsAreNamed) {
   const Numerics num = Numerics::policy("float32");
   const KdaInput good = convert(make_input({5}, 2, 8, Regime::kMixed), num);
   const auto message = [&](auto&& change, const Numerics& numerics) -> std::string {
