@@ -126,7 +126,7 @@ TEST_F(Program, LogitsRefusesBadInputAndLeavesNothing) {
   expect_refused(logits({"--numerics", "D99=x"}), 2, {"D99"});
   expect_refused(logits({"--topology", "cp=0"}), 2, {"cp = 0"});
   expect_refused(logits({"--topology", "cp=two"}), 2, {"two"});
-  expect_refused(logits({"--topology", "tp=2"}), 2, {"tp = 2"});
+  expect_refused(logits({"--topology", "tp=64"}), 2, {"tp"});
   expect_refused(logits({"--topology", "cp=100000"}), 2, {"100000"});
   expect_refused(logits({"--engine", "inference", "--grads"}), 2, {"grads belongs to the trainer"});
   expect_refused(logits({"--decode", "3"}), 2, {"decode belongs to the inference engine"});

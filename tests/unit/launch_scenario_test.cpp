@@ -175,7 +175,6 @@ TEST(Scenario, FeaturesThisBuildLacksAreRefusedByName) {
                {"good.toml:", "grads belongs to the trainer"});
   expect_error(with("grads = true", "device = \"cuda\""), ErrorKind::kConfig, {"CPU"});
   expect_error(with("grads = true", "decode = 4"), ErrorKind::kConfig, {"decode"});
-  expect_error(with("{ cp = 2 }", "{ tp = 2 }"), ErrorKind::kMesh, {"tp = 2"});
   expect_error(kGood + "[[fault]]\nkind = \"stall\"\n", ErrorKind::kConfig, {"fault"});
 }
 
