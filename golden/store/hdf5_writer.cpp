@@ -14,7 +14,8 @@ struct Hdf5Writer::Impl {
 
   void check(bool ok, std::string_view name, std::string_view what) const {
     if (ok) return;
-    fail(ErrorKind::kInput, "writing {}: '{}': {}: {}", path, name, what, hdf5_reason());
+    const std::string dataset = name.empty() ? "" : fmt::format("'{}': ", name);
+    fail(ErrorKind::kInput, "writing {}: {}{}: {}", path, dataset, what, hdf5_reason());
   }
 
   void put(
