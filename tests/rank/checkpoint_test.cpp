@@ -10,6 +10,7 @@
 #include "parallel/checkpoint/distributed_checkpoint.hpp"
 #include "tests/rank/world.hpp"
 #include "tests/support/compare.hpp"
+#include "tests/support/tiny_model.hpp"
 
 namespace lockstep::tests {
 namespace {
@@ -17,12 +18,6 @@ namespace {
 namespace fs = std::filesystem;
 using harness::Trainer;
 using model::Topology;
-
-std::shared_ptr<const model::WeightSource> tiny() {
-  static const std::shared_ptr<const model::WeightSource> source =
-      model::seeded_source(model::preset_config("tiny"), 7);
-  return source;
-}
 
 harness::TrainerOptions options(std::string_view policy) {
   harness::TrainerOptions o;
@@ -33,9 +28,7 @@ harness::TrainerOptions options(std::string_view policy) {
   return o;
 }
 
-harness::Documents batch(uint64_t seed) {
-  return harness::random_documents({33, 1, 12, 25}, tiny()->config().vocab_size, 0, seed);
-}
+harness::Documents batch(uint64_t seed) { return tiny_documents({33, 1, 12, 25}, seed); }
 
 /// A folder that all ranks know, gone when the test ends.
 class SharedFolder {

@@ -12,6 +12,7 @@
 #include "model/config/config_json.hpp"
 #include "tests/rank/world.hpp"
 #include "tests/support/compare.hpp"
+#include "tests/support/tiny_model.hpp"
 
 namespace lockstep::tests {
 namespace {
@@ -20,16 +21,6 @@ using harness::Documents;
 using harness::Trainer;
 using harness::TrainerOptions;
 using harness::TrainerResult;
-
-std::shared_ptr<const model::WeightSource> tiny() {
-  static const std::shared_ptr<const model::WeightSource> source =
-      model::seeded_source(model::preset_config("tiny"), 7);
-  return source;
-}
-
-Documents documents(const std::vector<int64_t>& lengths) {
-  return harness::random_documents(lengths, tiny()->config().vocab_size, 0, 11);
-}
 
 TrainerResult run(const Documents& docs,
                   std::string_view policy,
@@ -75,7 +66,7 @@ class ContextParallel : public testing::TestWithParam<Row> {};
 
 TEST_P(ContextParallel, EqualsOneProcessInFloat64) {
   const parallel::Mesh mesh = mesh_of_all();
-  const Documents docs = documents(GetParam().lengths);
+  const Documents docs = tiny_documents(GetParam().lengths);
   expect_equal(run(docs, "float64", mesh),
                run(docs, "float64", parallel::Mesh::single()),
                1e-11,
@@ -99,7 +90,7 @@ INSTANTIATE_TEST_SUITE_P(Rows,
 
 TEST(ContextParallelCuts, UnevenRanksWithZeroAndOneToken) {
   const int64_t size = world().size();
-  const Documents docs = documents({41, 1, 30});
+  const Documents docs = tiny_documents({41, 1, 30});
   const TrainerResult one = run(docs, "float64", parallel::Mesh::single());
   // Rank 0 has 0 tokens, rank 1 one token, then most of the row, the last rank the rest.
   if (size == 1) GTEST_SKIP() << "one rank has nothing to share unevenly";
@@ -120,7 +111,7 @@ TEST(ContextParallelCuts, UnevenRanksWithZeroAndOneToken) {
 }
 
 TEST(ContextParallelCuts, Float32IsNoFurtherFromFloat64ThanTwiceOneProcess) {
-  const Documents docs = documents({75, 1, 7, 50});
+  const Documents docs = tiny_documents({75, 1, 7, 50});
   const TrainerResult truth = run(docs, "float64", parallel::Mesh::single());
   const TrainerResult one = run(docs, "float32", parallel::Mesh::single());
   const TrainerResult split = run(docs, "float32", mesh_of_all());
@@ -150,7 +141,7 @@ TEST(ContextParallelCuts, Float32IsNoFurtherFromFloat64ThanTwiceOneProcess) {
 }
 
 TEST(ContextParallelCuts, StatesHandedOverEqualStatesComposed) {
-  const Documents docs = documents({75, 1, 7, 50});
+  const Documents docs = tiny_documents({75, 1, 7, 50});
   TrainerOptions options;
   options.numerics = model::Numerics::policy("float64");
   options.grads = true;
@@ -167,7 +158,7 @@ TEST(ContextParallelCuts, StatesHandedOverEqualStatesComposed) {
 }
 
 TEST(ContextParallelCuts, RecomputeGivesTheSameBytes) {
-  const Documents docs = documents({40, 3, 21});
+  const Documents docs = tiny_documents({40, 3, 21});
   const TrainerResult kept = run(docs, "float32", mesh_of_all());
   const TrainerResult again = run(docs, "float32", mesh_of_all(), {}, true);
   EXPECT_TRUE(same_bytes(kept.logits, again.logits));
@@ -176,7 +167,7 @@ TEST(ContextParallelCuts, RecomputeGivesTheSameBytes) {
 }
 
 TEST(ContextParallelCuts, EveryRankHoldsTheSameGradientBytes) {
-  const Documents docs = documents({33, 8});
+  const Documents docs = tiny_documents({33, 8});
   const TrainerResult mine = run(docs, "float32", mesh_of_all());
   for (const auto& [name, grad] : mine.grads) {
     Tensor first = grad.clone();

@@ -9,6 +9,7 @@
 #include "parallel/mesh/layout.hpp"
 #include "tests/rank/world.hpp"
 #include "tests/support/compare.hpp"
+#include "tests/support/tiny_model.hpp"
 
 namespace lockstep::tests {
 namespace {
@@ -16,12 +17,6 @@ namespace {
 using harness::Documents;
 using harness::TrainerResult;
 using model::Topology;
-
-std::shared_ptr<const model::WeightSource> tiny() {
-  static const std::shared_ptr<const model::WeightSource> source =
-      model::seeded_source(model::preset_config("tiny"), 7);
-  return source;
-}
 
 /// Every product of axes with this number of ranks, and every ep that divides fsdp x cp.
 std::vector<Topology> topologies(int64_t ranks, int64_t max_tp) {
@@ -75,7 +70,7 @@ Documents random_pack(uint64_t seed) {
     return static_cast<int64_t>((state >> 33) % below);
   };
   for (int64_t n = 1 + next(7); n > 0; --n) lengths.push_back(next(4) == 0 ? next(3) : next(41));
-  return harness::random_documents(lengths, tiny()->config().vocab_size, 0, seed);
+  return tiny_documents(lengths, seed);
 }
 
 TEST(Topologies, EveryProductOfAxesEqualsOneProcessInFloat64) {

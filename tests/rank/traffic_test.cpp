@@ -10,6 +10,7 @@
 #include "parallel/plan/footprint.hpp"
 #include "parallel/plan/placement.hpp"
 #include "tests/rank/world.hpp"
+#include "tests/support/tiny_model.hpp"
 
 namespace lockstep::tests {
 namespace {
@@ -20,12 +21,6 @@ using harness::TrainerOptions;
 using model::Topology;
 using parallel::Circle;
 using parallel::Traffic;
-
-std::shared_ptr<const model::WeightSource> tiny() {
-  static const std::shared_ptr<const model::WeightSource> source =
-      model::seeded_source(model::preset_config("tiny"), 7);
-  return source;
-}
 
 /// Over all purposes.
 using Totals = std::map<std::string, Traffic>;
@@ -86,8 +81,7 @@ TEST_P(StepBytes, OfEveryAxisAreThoseOfTheFormula) {
   options.trace = "layers.*.mlp.gate.experts";
   options.optimizer = parallel::OptimizerOptions{};
   options.router_bias_speed = 1e-3;
-  const Documents docs =
-      harness::random_documents({33, 1, 12, 25, 40}, tiny()->config().vocab_size, 0, 3);
+  const Documents docs = tiny_documents({33, 1, 12, 25, 40}, 3);
   for (const Topology& topology : some_topologies()) {
     const parallel::Mesh mesh = parallel::Mesh::create(world(), topology);
     Trainer trainer(tiny(), options, mesh);

@@ -11,6 +11,7 @@
 #include "parallel/ep/expert_parallel.hpp"
 #include "tests/rank/world.hpp"
 #include "tests/support/compare.hpp"
+#include "tests/support/tiny_model.hpp"
 
 namespace lockstep::tests {
 namespace {
@@ -19,16 +20,6 @@ using harness::Documents;
 using harness::Trainer;
 using harness::TrainStep;
 using model::Topology;
-
-std::shared_ptr<const model::WeightSource> tiny() {
-  static const std::shared_ptr<const model::WeightSource> source =
-      model::seeded_source(model::preset_config("tiny"), 7);
-  return source;
-}
-
-Documents batch(const std::vector<int64_t>& lengths, uint64_t seed) {
-  return harness::random_documents(lengths, tiny()->config().vocab_size, 0, seed);
-}
 
 /// One topology of each kind that this many ranks allow.
 std::vector<Topology> some_topologies() {
@@ -69,9 +60,9 @@ Steps train(const parallel::Mesh& mesh,
     const auto seed = static_cast<uint64_t>(s);
     std::vector<Documents> batches;
     if (two_micro_batches) {
-      batches = {batch({33, 1}, seed), batch({12, 25}, seed + 100)};
+      batches = {tiny_documents({33, 1}, seed), tiny_documents({12, 25}, seed + 100)};
     } else {
-      batches = {batch({33, 1, 12, 25}, seed)};
+      batches = {tiny_documents({33, 1, 12, 25}, seed)};
     }
     result.steps.push_back(trainer.train_step(batches));
   }
@@ -149,7 +140,7 @@ TEST(Training, B03AndB34GradientsDoNotScaleWithAnyAxis) {
   harness::TrainerOptions options;
   options.numerics = model::Numerics::policy("float32");
   options.grads = true;
-  const Documents docs = batch({64}, 3);
+  const Documents docs = tiny_documents({64}, 3);
   const harness::TrainerResult one = Trainer(tiny(), options, parallel::Mesh::single()).run(docs);
   for (const Topology& topology : some_topologies()) {
     const parallel::Mesh mesh = parallel::Mesh::create(world(), topology);
@@ -193,7 +184,7 @@ TEST(Training, B37NothingReadsMemoryThatNobodyWrote) {
       options.router_bias_speed = 1e-3;
       Trainer trainer(tiny(), options, mesh);
       for (uint64_t s = 0; s < 3; ++s) {
-        const TrainStep step = trainer.train_step({batch({2, 0, 1}, s)});
+        const TrainStep step = trainer.train_step({tiny_documents({2, 0, 1}, s)});
         EXPECT_TRUE(std::isfinite(step.loss)) << policy;
       }
       weights.push_back(trainer.weights());
@@ -221,7 +212,7 @@ TEST(Training, B40RanksWithoutTokensOrWithoutRowsForTheirExpertsTakePart) {
   options.numerics = model::Numerics::policy("float64");
   options.grads = true;
   for (const std::vector<int64_t>& lengths : {std::vector<int64_t>{40, 3}, {1}}) {
-    const Documents docs = batch(lengths, 3);
+    const Documents docs = tiny_documents(lengths, 3);
     const harness::TrainerResult one = Trainer(source, options, parallel::Mesh::single()).run(docs);
     int64_t unused = 0;
     for (const auto& [name, grad] : one.grads) {

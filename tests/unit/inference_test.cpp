@@ -10,6 +10,7 @@
 #include "harness/trainer/trainer.hpp"
 #include "model/config/config_json.hpp"
 #include "tests/support/compare.hpp"
+#include "tests/support/tiny_model.hpp"
 
 namespace lockstep::tests {
 namespace {
@@ -18,16 +19,6 @@ using harness::Documents;
 using harness::Inference;
 using harness::InferenceOptions;
 using harness::InferenceResult;
-
-std::shared_ptr<const model::WeightSource> tiny() {
-  static const std::shared_ptr<const model::WeightSource> source =
-      model::seeded_source(model::preset_config("tiny"), 7);
-  return source;
-}
-
-Documents documents(const std::vector<int64_t>& lengths) {
-  return harness::random_documents(lengths, tiny()->config().vocab_size, 0, 11);
-}
 
 harness::TrainerResult trained(std::shared_ptr<const model::WeightSource> source,
                                const Documents& docs,
@@ -107,7 +98,7 @@ TEST(Inference, EqualsTheTrainerOnEveryGoldenCase) {
 
 TEST(Inference, AwkwardLengthsAroundPoolsChunksAndPages) {
   const Documents docs =
-      documents({0, 1, 2, 3, 4, 5, 8, 15, 16, 17, 0, 27, 28, 29, 63, 64, 65, 129});
+      tiny_documents({0, 1, 2, 3, 4, 5, 8, 15, 16, 17, 0, 27, 28, 29, 63, 64, 65, 129});
   for (const char* policy : {"float64", "float32"}) {
     const model::Numerics num = model::Numerics::policy(policy);
     const harness::TrainerResult want = trained(tiny(), docs, num);
@@ -120,7 +111,7 @@ TEST(Inference, AwkwardLengthsAroundPoolsChunksAndPages) {
 }
 
 TEST(Inference, B48SelectionsDoNotDependOnHowARequestIsCut) {
-  const Documents docs = documents({60, 33, 141});
+  const Documents docs = tiny_documents({60, 33, 141});
   const model::Numerics num = model::Numerics::policy("float64");
   const harness::TrainerResult want = trained(tiny(), docs, num, "*");
   for (const Way& way : ways()) {
@@ -142,7 +133,7 @@ TEST(Inference, B48SelectionsDoNotDependOnHowARequestIsCut) {
 }
 
 TEST(Inference, PageSizeAndOrderOfPagesChangeNoByte) {
-  const Documents docs = documents({75, 1, 7, 50, 130});
+  const Documents docs = tiny_documents({75, 1, 7, 50, 130});
   const model::Numerics num = model::Numerics::policy("float32");
   const InferenceResult want = served(tiny(), docs, Way{7, 10, 64, 0}.options(num));
   for (const auto& [page, shuffle] :
@@ -153,7 +144,7 @@ TEST(Inference, PageSizeAndOrderOfPagesChangeNoByte) {
 }
 
 TEST(Inference, TogetherEqualsEachAlone) {
-  const Documents docs = documents({13, 7, 40, 1, 3, 0, 66});
+  const Documents docs = tiny_documents({13, 7, 40, 1, 3, 0, 66});
   model::Numerics num = model::Numerics::policy("float32");
   num.set("gemm_rows", "fixed-tiles");
   for (const Way& way : {Way{0, 0, 16, 0}, Way{7, 0, 16, 1}, Way{7, 9, 16, 1}}) {
@@ -170,7 +161,7 @@ TEST(Inference, TogetherEqualsEachAlone) {
 }
 
 TEST(Inference, WithFixedTilesEveryWayGivesTheTrainersBytes) {
-  const Documents docs = documents({75, 1, 7, 50, 0, 130});
+  const Documents docs = tiny_documents({75, 1, 7, 50, 0, 130});
   for (const char* policy : {"float32", "fsdp-bf16", "fsdp-fp32-islands"}) {
     model::Numerics num = model::Numerics::policy(policy);
     num.set("gemm_rows", "fixed-tiles");
@@ -185,7 +176,7 @@ TEST(Inference, WithFixedTilesEveryWayGivesTheTrainersBytes) {
 }
 
 TEST(Inference, Bfloat16PoliciesStayNearTheTrainer) {
-  const Documents docs = documents({75, 1, 7, 50});
+  const Documents docs = tiny_documents({75, 1, 7, 50});
   for (const char* policy : {"fsdp-bf16", "fsdp-fp32-islands", "hf-bf16"}) {
     const model::Numerics num = model::Numerics::policy(policy);
     const harness::TrainerResult want = trained(tiny(), docs, num);
@@ -197,7 +188,7 @@ TEST(Inference, Bfloat16PoliciesStayNearTheTrainer) {
 }
 
 TEST(Inference, VllmBf16StaysWithinBfloat16NoiseOfTheTruth) {
-  const Documents docs = documents({75, 1, 7, 50});
+  const Documents docs = tiny_documents({75, 1, 7, 50});
   const Tensor truth =
       trained(tiny(), docs, model::Numerics::policy("float64")).logits.to(at::kDouble);
   const double noise =
@@ -211,7 +202,7 @@ TEST(Inference, VllmBf16StaysWithinBfloat16NoiseOfTheTruth) {
 }
 
 TEST(Inference, VllmFp8ChangesExpertsAndMlpsAlone) {
-  const Documents docs = documents({40, 7});
+  const Documents docs = tiny_documents({40, 7});
   const auto run = [&](std::string_view policy) {
     InferenceOptions o = Way{0, 0, 16, 0}.options(model::Numerics::policy(policy));
     o.trace = "layers.0.self_attn,layers.0.post_attention_layernorm,layers.0.mlp,layers.1.mlp";
@@ -233,7 +224,7 @@ TEST(Inference, VllmFp8ChangesExpertsAndMlpsAlone) {
 }
 
 TEST(Inference, ChunksThatCutAPoolLoseItOnlyWhereThePolicySaysSo) {
-  const Documents docs = documents({90});
+  const Documents docs = tiny_documents({90});
   model::Numerics ring = model::Numerics::policy("float64"), dropped = ring;
   dropped.set("prefill_pool", "dropped");
   const auto logits = [&](const model::Numerics& num, int64_t chunk) {
@@ -297,7 +288,7 @@ TEST(Inference, NothingIsReadFromASlotOrPageOfAnEarlierRequest) {
 
 TEST(Inference, B24MemoryThatNobodyWroteHasNoInfluence) {
   const std::vector<int64_t> lengths{1, 3, 4, 5, 60};
-  const Tensor ids = documents(lengths).ids;
+  const Tensor ids = tiny_documents(lengths).ids;
   const auto* tokens = ids.const_data_ptr<int64_t>();
   for (const char* policy : {"float32", "vllm-bf16", "hf-bf16", "fsdp-bf16"}) {
     Inference model(
@@ -350,7 +341,7 @@ TEST(Inference, B24MemoryThatNobodyWroteHasNoInfluence) {
 }
 
 TEST(Inference, EveryTensorFollowsAnUpdateAndAStaleOneIsNamed) {
-  const Documents docs = documents({30, 9});
+  const Documents docs = tiny_documents({30, 9});
   const model::Numerics num = model::Numerics::policy("float32");
   const std::shared_ptr<const model::WeightSource> other =
       model::seeded_source(model::preset_config("tiny"), 8);

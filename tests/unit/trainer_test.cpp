@@ -10,6 +10,7 @@
 #include "model/layers/decoder.hpp"
 #include "tests/support/compare.hpp"
 #include "tests/support/leaf_parameters.hpp"
+#include "tests/support/tiny_model.hpp"
 
 namespace lockstep::tests {
 namespace {
@@ -18,12 +19,6 @@ using harness::Documents;
 using harness::Trainer;
 using harness::TrainerOptions;
 using harness::TrainerResult;
-
-std::shared_ptr<const model::WeightSource> tiny() {
-  static const std::shared_ptr<const model::WeightSource> source =
-      model::seeded_source(model::preset_config("tiny"), 7);
-  return source;
-}
 
 TrainerOptions options(std::string_view policy, bool grads = true) {
   TrainerOptions o;
@@ -36,10 +31,6 @@ TrainerResult run(const Documents& docs, const TrainerOptions& o) {
   return Trainer(tiny(), o, parallel::Mesh::single()).run(docs);
 }
 
-Documents documents(const std::vector<int64_t>& lengths) {
-  return harness::random_documents(lengths, tiny()->config().vocab_size, 0, 11);
-}
-
 /// Document d of a packed row as a row of its own.
 Documents alone(const Documents& docs, int64_t d) {
   const Segment& s = docs.packing.segments()[static_cast<size_t>(d)];
@@ -47,7 +38,7 @@ Documents alone(const Documents& docs, int64_t d) {
 }
 
 TEST(Trainer, FastOperatorsEqualPlainOnesInFloat64) {
-  const Documents docs = documents({75, 1, 7, 50});
+  const Documents docs = tiny_documents({75, 1, 7, 50});
   TrainerOptions plain = options("float64");
   plain.reference_ops = true;
   const TrainerResult a = run(docs, options("float64")), b = run(docs, plain);
@@ -59,7 +50,7 @@ TEST(Trainer, FastOperatorsEqualPlainOnesInFloat64) {
 }
 
 TEST(Trainer, B07PackedDocumentsEqualEachAlone) {
-  const Documents docs = documents({13, 7, 40, 1, 3, 0, 66});
+  const Documents docs = tiny_documents({13, 7, 40, 1, 3, 0, 66});
   for (const auto& [policy, rows] : {std::pair{"float64", "library"},
                                      std::pair{"float32", "fixed-tiles"},
                                      std::pair{"hf-bf16", "fixed-tiles"},
@@ -85,7 +76,7 @@ TEST(Trainer, B07PackedDocumentsEqualEachAlone) {
 }
 
 TEST(Trainer, B07GradientsOfAPackAreTheWeightedSumOfTheDocuments) {
-  const Documents docs = documents({13, 7, 40, 1, 3});
+  const Documents docs = tiny_documents({13, 7, 40, 1, 3});
   const TrainerResult packed = run(docs, options("float64"));
   Named sum;
   for (int64_t d = 0; d < docs.packing.num_documents(); ++d) {
@@ -102,7 +93,7 @@ TEST(Trainer, B07GradientsOfAPackAreTheWeightedSumOfTheDocuments) {
 }
 
 TEST(Trainer, B07ATokenOfTheFirstDocumentDoesNotTouchLaterOnes) {
-  const Documents docs = documents({13, 7, 40, 1, 3});
+  const Documents docs = tiny_documents({13, 7, 40, 1, 3});
   Documents other = docs;
   other.ids = docs.ids.clone();
   other.ids[5] = (docs.ids[5].item<int64_t>() + 1) % 100 + 1;
@@ -131,7 +122,7 @@ TEST(Trainer, B05PaddingHasNoInfluence) {
 
 TEST(Trainer, RecomputeGivesBitwiseTheSameGradients) {
   for (const char* policy : {"float32", "hf-bf16", "fsdp-fp32-islands"}) {
-    const Documents docs = documents({40, 0, 1, 21});
+    const Documents docs = tiny_documents({40, 0, 1, 21});
     TrainerOptions again = options(policy);
     again.recompute = true;
     const TrainerResult a = run(docs, options(policy)), b = run(docs, again);
@@ -143,7 +134,7 @@ TEST(Trainer, RecomputeGivesBitwiseTheSameGradients) {
 }
 
 TEST(Trainer, TwoRunsGiveTheSameBytesOnAnyNumberOfThreads) {
-  const Documents docs = documents({70, 5});
+  const Documents docs = tiny_documents({70, 5});
   const int threads = at::get_num_threads();
   at::set_num_threads(1);
   const TrainerResult one = run(docs, options("float32"));
@@ -160,7 +151,7 @@ TEST(Trainer, TwoRunsGiveTheSameBytesOnAnyNumberOfThreads) {
 
 TEST(Trainer, DocumentsWithoutTargetsHaveZeroLossAndGradients) {
   for (const std::vector<int64_t>& lengths : {std::vector<int64_t>{}, {0}, {1}, {1, 0, 1}}) {
-    const TrainerResult r = run(documents(lengths), options("float32"));
+    const TrainerResult r = run(tiny_documents(lengths), options("float32"));
     EXPECT_EQ(r.loss, 0);
     EXPECT_EQ(r.num_targets, 0);
     EXPECT_FALSE(r.grads.empty());
@@ -171,7 +162,7 @@ TEST(Trainer, DocumentsWithoutTargetsHaveZeroLossAndGradients) {
 
 TEST(Trainer, PaddingTokenRowOfTheEmbeddingGetsNoGradientAndFrozenTensorsAreAbsent) {
   const int64_t pad = tiny()->config().pad_token_id.value();
-  Documents docs = documents({20});
+  Documents docs = tiny_documents({20});
   docs.ids[3] = pad;
   const TrainerResult r = run(docs, options("float64"));
   EXPECT_EQ(r.grads.at("model.embed_tokens.weight")[pad].abs().sum().item<double>(), 0);
@@ -184,7 +175,7 @@ TEST(Trainer, PaddingTokenRowOfTheEmbeddingGetsNoGradientAndFrozenTensorsAreAbse
 
 TEST(Trainer, GradientsAgreeWithFiniteDifferencesOfTheLoss) {
   // One check that depends on no autograd at all: move the final norm's weight along its gradient.
-  const Documents docs = documents({30, 11});
+  const Documents docs = tiny_documents({30, 11});
   const TrainerResult r = run(docs, options("float64"));
   const model::ModelConfig& config = tiny()->config();
   const auto loss_at = [&](double step) {
@@ -215,7 +206,7 @@ TEST(Trainer, GradientsAgreeWithFiniteDifferencesOfTheLoss) {
 TEST(Trainer, B56CuttingTheStackGivesTheBytesOfOneRun) {
   const model::Numerics num = model::Numerics::policy("fsdp-bf16");
   LeafParameters params(*tiny(), num, false);
-  const Documents docs = documents({30, 0, 9});
+  const Documents docs = tiny_documents({30, 0, 9});
   const model::LayerContext ctx{.config = tiny()->config(),
                                 .num = num,
                                 .packing = docs.packing,
@@ -238,7 +229,7 @@ TEST(Trainer, B56CuttingTheStackGivesTheBytesOfOneRun) {
 TEST(Trainer, TraceReturnsNamedActivationsAndTheirGradients) {
   TrainerOptions o = options("float64");
   o.trace = "layers.*.self_attn,layers.2,norm";
-  const TrainerResult r = run(documents({12}), o);
+  const TrainerResult r = run(tiny_documents({12}), o);
   std::vector<std::string> names;
   for (const auto& [name, value] : r.trace) names.push_back(name);
   EXPECT_EQ(names,
@@ -269,7 +260,7 @@ TEST(Trace, GlobMatching) {
 }
 
 TEST(Trainer, IdsOutsideTheVocabularyAreRefusedByPosition) {
-  Documents docs = documents({5});
+  Documents docs = tiny_documents({5});
   docs.ids[3] = tiny()->config().vocab_size;
   try {
     run(docs, options("float32", false));
