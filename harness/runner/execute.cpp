@@ -59,6 +59,21 @@ std::vector<std::string> warnings_of(std::string text, double loss, const parall
       loss)};
 }
 
+/// What the results of both engines have.
+template <typename Result>
+RunOutput output_of(Result& result, const parallel::Group& ranks) {
+  RunOutput output;
+  output.ranks = ranks.size();
+  output.peak_bytes = ranks.all_reduce_max(result.peak_rss_bytes, "peak memory");
+  output.logits = result.logits;
+  output.logprobs = result.logprobs;
+  output.loss = result.loss + 0.0;  // no targets: 0, not -0
+  output.num_targets = result.num_targets;
+  output.trace = std::move(result.trace);
+  output.warnings = warnings_of(result.non_finite, result.loss, ranks);
+  return output;
+}
+
 RunOutput run_inference(const RunSpec& run,
                         const Workload& work,
                         const parallel::Mesh& mesh,
@@ -72,18 +87,9 @@ RunOutput run_inference(const RunSpec& run,
   options.progress = progress;
   Inference engine(work.source, std::move(options), mesh);
   InferenceResult result = engine.run(work.documents);
-  RunOutput output;
-  const parallel::Group& ranks = mesh.all();
-  output.ranks = ranks.size();
+  RunOutput output = output_of(result, mesh.all());
   const int64_t rows = work.documents.packing.global_tokens();
-  output.rank_rows.assign(static_cast<size_t>(ranks.size()), {0, rows});
-  output.peak_bytes = ranks.all_reduce_max(result.peak_rss_bytes, "peak memory");
-  output.logits = result.logits;
-  output.logprobs = result.logprobs;
-  output.loss = result.loss + 0.0;
-  output.num_targets = result.num_targets;
-  output.trace = std::move(result.trace);
-  output.warnings = warnings_of(result.non_finite, result.loss, ranks);
+  output.rank_rows.assign(static_cast<size_t>(output.ranks), {0, rows});
   output.forward_s = result.seconds;
   return output;
 }
@@ -103,25 +109,16 @@ RunOutput run_trainer(const RunSpec& run,
   options.progress = progress;
   Trainer trainer(work.source, std::move(options), mesh);
   TrainerResult result = trainer.run(work.documents);
-
-  RunOutput output;
   const parallel::Group& ranks = mesh.all();
-  output.ranks = ranks.size();
   if (ranks.size() > 1) check_agreement(result, ranks);
+  RunOutput output = output_of(result, ranks);
   const int64_t rows = result.local_logprobs.defined() ? result.local_logprobs.size(0) : 0;
   const auto begins = ranks.all_gather(result.local_begin, "rows of ranks");
   const auto counts = ranks.all_gather(rows, "rows of ranks");
   for (size_t r = 0; r < begins.size(); ++r) {
     output.rank_rows.push_back({begins[r], begins[r] + counts[r]});
   }
-  output.peak_bytes = ranks.all_reduce_max(result.peak_rss_bytes, "peak memory");
-  output.logits = result.logits;
-  output.logprobs = result.logprobs;
-  output.loss = result.loss + 0.0;  // no targets: 0, not -0
-  output.num_targets = result.num_targets;
   output.grads = std::move(result.grads);
-  output.trace = std::move(result.trace);
-  output.warnings = warnings_of(result.non_finite, result.loss, ranks);
   output.forward_s = result.forward_s;
   output.backward_s = result.backward_s;
   return output;
