@@ -101,12 +101,19 @@ TEST_F(Ranks, AKilledRankIsACommunicationFailureThatNamesIt) {
 
 TEST_F(Ranks, AKilledRankOfTheUsersMpirunIsTooAndASurvivorTellsIt) {
   // Under the guard the rank itself is a child of the process that the launcher started.
-  const Outcome outcome =
-      run_under(launcher("$(for c in $(cat /proc/$$/task/$$/children); do "
-                         "[ \"$(cat /proc/$c/comm)\" = lockstep ] && echo $c; done)",
-                         "kill -9 $p"));
-  EXPECT_EQ(outcome.exit_code, 3) << outcome.errors << outcome.output;
-  EXPECT_THAT(outcome.errors, HasSubstr("ended by signal 9"));
+  const std::string start = launcher(
+      "$(for c in $(cat /proc/$$/task/$$/children); do "
+      "[ \"$(cat /proc/$c/comm)\" = lockstep ] && echo $c; done)",
+      "kill -9 $p");
+  Outcome outcome;
+  // An mpirun that ends a job may be gone before it has read what the ranks it ends still write:
+  // seen about once in twenty times. What the guard says comes before that, every time.
+  for (int attempt = 0; attempt < 3; ++attempt) {
+    outcome = run_under(start);
+    ASSERT_EQ(outcome.exit_code, 3) << outcome.errors << outcome.output;
+    ASSERT_THAT(outcome.errors, HasSubstr("ended by signal 9"));
+    if (outcome.errors.find("told to end") != std::string::npos) break;
+  }
   EXPECT_THAT(outcome.errors, HasSubstr("world_rank 0: told to end"));
   EXPECT_THAT(outcome.errors, HasSubstr("is gone"));
 }
