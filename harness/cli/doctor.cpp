@@ -198,6 +198,7 @@ std::string_view word(State state) {
 int run_command_doctor(const DoctorOptions& options, const Context& context) {
   if (options.ping) {
     return on_ranks(context, "doctor", [](const parallel::Session& session) {
+      check_hang_rank(session.world().size());
       const auto ranks = session.world().all_gather(session.world().rank(), "ping");
       if (session.world().rank() == 0) print(fmt::format("{} ranks\n", ranks.size()));
       return 0;

@@ -158,6 +158,7 @@ int run_engine(const LogitsOptions& options,
   const RunSpec run = run_of(options, command);
   const int64_t ranks = run.topology.num_ranks();
   parallel::set_comm_timeout_ms(options.comm_timeout_ms);
+  if (!under_mpi_launcher()) check_hang_rank(ranks);
   if (ranks > 1 && !under_mpi_launcher()) {
     check_output(options.out, options.docs);
     workload_of(options);
@@ -172,6 +173,7 @@ int run_engine(const LogitsOptions& options,
   }
   return on_ranks(context, command, [&](const parallel::Session& session) {
     const bool first = session.world().rank() == 0;
+    check_hang_rank(session.world().size());
     LOCKSTEP_CHECK(session.world().size() >= ranks,
                    kMesh,
                    "--topology {} needs {} ranks, this mpirun has {}; start with mpirun -n {}, or "

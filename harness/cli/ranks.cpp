@@ -79,6 +79,23 @@ void set_alarm(int64_t ms) {
 
 }  // namespace
 
+void check_hang_rank(int64_t ranks) {
+  const char* wish = std::getenv("LOCKSTEP_HANG_RANK");
+  if (wish == nullptr) return;
+  LOCKSTEP_CHECK(ranks > 1 || under_mpi_launcher(),
+                 kConfig,
+                 "--hang-rank {}: this command runs in one process; start it under a debugger: "
+                 "`gdb --args lockstep ...`",
+                 wish);
+  LOCKSTEP_CHECK(
+      std::atoll(wish) < ranks,
+      kConfig,
+      "--hang-rank {}: there is no such rank; this command runs on {}, which are 0 to {}",
+      wish,
+      ranks,
+      ranks - 1);
+}
+
 int on_ranks(const Context& context,
              std::string_view command,
              const std::function<int(const parallel::Session&)>& body) {

@@ -1,6 +1,7 @@
 // Carrying out a command on all ranks of a launcher so that all of them end with one exit code.
 #pragma once
 
+#include <cstdint>
 #include <functional>
 
 #include "harness/cli/commands.hpp"
@@ -15,5 +16,9 @@ namespace lockstep::harness {
 int on_ranks(const Context& context,
              std::string_view command,
              const std::function<int(const parallel::Session&)>& body);
+
+/// Throws kConfig where --hang-rank names none of these ranks, or the only one of a command that
+/// needs no launcher.
+void check_hang_rank(int64_t ranks);
 
 }  // namespace lockstep::harness

@@ -86,6 +86,19 @@ std::vector<ScenarioSet> load_all(const RunOptions& options) {
   return sets;
 }
 
+/// Of the largest run where runs start their own ranks: the others have no rank that waits.
+int64_t most_ranks(const std::vector<ScenarioSet>& sets, const parallel::Session& session) {
+  int64_t most = session.world().size();
+  if (session.under_mpi()) return most;
+  for (const ScenarioSet& set : sets) {
+    for (const ScenarioPoint& point : set.points) {
+      for (const RunSpec& run : point.scenario.runs)
+        most = std::max(most, run.topology.num_ranks());
+    }
+  }
+  return most;
+}
+
 /// Found out before anything is computed: a result that cannot be written is a waste.
 void check_writable(const fs::path& out) {
   std::error_code error;
@@ -114,6 +127,7 @@ int run_on_rank(const RunOptions& options,
                 const parallel::Session& session) {
   const std::vector<ScenarioSet> sets = load_all(options);
   const bool first = session.world().rank() == 0;
+  check_hang_rank(most_ranks(sets, session));
   if (options.dry_run) {
     std::string text, list;
     for (const ScenarioSet& set : sets) {

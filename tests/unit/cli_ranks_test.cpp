@@ -171,6 +171,47 @@ topology = { cp = 2 }
   EXPECT_GT(std::chrono::steady_clock::now() - start, std::chrono::seconds(4));
 }
 
+TEST_F(Ranks, ARankToWaitForThatThereIsNotIsRefusedOnce) {
+  write("long.toml", R"(
+[model]
+preset = "tiny"
+[data]
+documents = [40]
+[run.a]
+topology = { cp = 2 }
+[run.b]
+)");
+  write("one.toml", "[model]\npreset = \"tiny\"\n[data]\ndocuments = [40]\n[run.a]\n");
+  const std::string program = std::string(LOCKSTEP_BINARY_DIR) + "/lockstep";
+  const auto expect_refused = [&](std::vector<std::string> words, const std::string& why) {
+    for (const char* word : {"--hang-rank", "2"}) words.emplace_back(word);
+    const Outcome outcome = run_command(words);
+    EXPECT_EQ(outcome.exit_code, 2) << outcome.errors << outcome.output;
+    EXPECT_THAT(outcome.errors, HasSubstr("--hang-rank 2: " + why));
+    EXPECT_EQ(outcome.errors.find("--hang-rank"), outcome.errors.rfind("--hang-rank"))
+        << outcome.errors;
+  };
+  const std::string none = "there is no such rank; this command runs on 2, which are 0 to 1";
+  const std::vector<std::string> run = {program, "run", path("long.toml"), "--out", path("result")};
+  expect_refused(run, none);
+  std::vector<std::string> under = mpirun_command(2);
+  under.insert(under.end(), run.begin(), run.end());
+  expect_refused(under, none);
+  expect_refused({program, "run", path("one.toml"), "--out", path("result")},
+                 "this command runs in one process");
+  expect_refused({program,
+                  "logits",
+                  "--model",
+                  kModel,
+                  "--docs",
+                  path("docs.json"),
+                  "--out",
+                  path("out.safetensors"),
+                  "--topology",
+                  "cp=2"},
+                 none);
+}
+
 TEST_F(Ranks, ACallThatOneRankSkipsOrMakesInAnotherOrderIsNamed) {
   // Rank 1 is given another scenario: runs in another order, or one without gradients.
   const std::string head = "[model]\npreset = \"tiny\"\n[data]\ndocuments = [40]\n",
