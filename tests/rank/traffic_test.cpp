@@ -10,6 +10,7 @@
 #include "parallel/plan/footprint.hpp"
 #include "parallel/plan/placement.hpp"
 #include "tests/rank/world.hpp"
+#include "tests/support/compare.hpp"
 #include "tests/support/tiny_model.hpp"
 
 namespace lockstep::tests {
@@ -132,6 +133,98 @@ INSTANTIATE_TEST_SUITE_P(Numerics,
                                               "affine-fp32",
                                               true}),
                          [](const auto& c) { return c.param.name; });
+
+/// What one training step on these documents moved and left.
+struct Stepped {
+  std::map<int64_t, Tensor> experts;      ///< of each token, by layer
+  Totals moved;                           ///< of this rank, by circle
+  std::map<std::string, Tensor> weights;  ///< after the step
+  int64_t ep_bytes = 0;                   ///< sent on all ranks
+};
+
+Stepped step(const TrainerOptions& options, const parallel::Mesh& mesh, const Documents& docs) {
+  Trainer trainer(tiny(), options, mesh);
+  Stepped result{routes(trainer.run(docs)), {}, {}, 0};
+  const Totals before = in_ledger();
+  (void)trainer.train_step({docs});
+  result.moved = in_ledger();
+  for (auto& [name, sum] : result.moved) {
+    const auto old = before.find(name);
+    if (old == before.end()) continue;
+    sum.calls -= old->second.calls;
+    sum.bytes_sent -= old->second.bytes_sent;
+    sum.bytes_received -= old->second.bytes_received;
+  }
+  result.weights = trainer.weights();
+  const std::string ep(parallel::circle_name(Circle::kEp));
+  for (const int64_t sent : world().all_gather(result.moved[ep].bytes_sent, "bytes of ep"))
+    result.ep_bytes += sent;
+  return result;
+}
+
+TEST(StepPadding, B39PaddingIsNeitherRoutedNorCountedNorSent) {
+  TrainerOptions options;
+  options.numerics = model::Numerics::policy("float64");
+  options.trace = "layers.*.mlp.gate.experts";
+  options.optimizer = parallel::OptimizerOptions{};
+  options.router_bias_speed = 1e-3;
+  const int64_t top_k = tiny()->config().num_experts_per_tok;
+  // 40 tokens and 24 of padding.
+  const Tensor row = at::cat(
+      {tiny_documents({40}, 4).ids, at::full({24}, *tiny()->config().pad_token_id, at::kLong)});
+  const std::vector<int64_t> bounds{0, 23, 40};
+  const Documents bare = harness::from_row(row.narrow(0, 0, 40), bounds),
+                  padded = harness::from_row(row, bounds),
+                  taken_for_tokens = harness::from_row(row, {0, 23, 40, 64});
+  for (const Topology& topology : some_topologies()) {
+    const std::string what = model::to_string(topology);
+    const parallel::Mesh mesh = parallel::Mesh::create(world(), topology);
+    const Stepped without = step(options, mesh, bare), with = step(options, mesh, padded);
+    const parallel::StepPlan plan{.config = tiny()->config(),
+                                  .num = options.numerics,
+                                  .topology = topology,
+                                  .batch = bare.packing,
+                                  .cp_cuts = {},
+                                  .recompute = false,
+                                  .balance = true,
+                                  .routes = without.experts};
+    Totals expected = by_formula(parallel::step_traffic(plan, world().rank()));
+    for (const Circle circle : parallel::kCircles) {
+      const std::string name(parallel::circle_name(circle));
+      const auto find = [&](const Totals& totals) {
+        const auto found = totals.find(name);
+        return found == totals.end() ? Traffic{} : found->second;
+      };
+      const Traffic a = find(with.moved), b = find(without.moved), want = find(expected);
+      EXPECT_EQ(a.bytes_sent, b.bytes_sent) << what << ": " << name;
+      EXPECT_EQ(a.bytes_received, b.bytes_received) << what << ": " << name;
+      EXPECT_EQ(a.bytes_sent, want.bytes_sent) << what << ": " << name;
+      EXPECT_EQ(a.bytes_received, want.bytes_received) << what << ": " << name;
+    }
+    size_t num_biases = 0;
+    for (const auto& [name, value] : with.weights) {
+      EXPECT_TRUE(same_bytes(value, without.weights.at(name))) << what << ": " << name;
+      if (!name.ends_with("e_score_correction_bias")) continue;
+      ++num_biases;
+      const int64_t layer = std::stoll(name.substr(name.find("layers.") + 7));
+      const std::string stored = name.substr(name.find("layers."));
+      const Tensor load =
+          at::bincount(with.experts.at(layer).reshape({-1}), {}, tiny()->config().n_routed_experts);
+      EXPECT_EQ(load.sum().item<int64_t>(), 40 * top_k) << what << ": " << name;
+      const Tensor counts = load.to(at::kDouble);
+      const Tensor moved = (counts.mean() - counts).sign().mul(options.router_bias_speed);
+      EXPECT_TRUE(at::equal(value, tiny()->load(stored).to(at::kDouble).add(moved).to(value)))
+          << what << ": " << name;
+    }
+    EXPECT_EQ(num_biases, with.experts.size());
+    // Padding that takes part is seen.
+    const Stepped wrong = step(options, mesh, taken_for_tokens);
+    if (topology.ep > 1) {
+      EXPECT_EQ(with.ep_bytes, without.ep_bytes) << what;
+      EXPECT_GT(wrong.ep_bytes, with.ep_bytes) << what;
+    }
+  }
+}
 
 TEST(Footprint, IsThatOfTheShards) {
   const model::Numerics num = model::Numerics::policy("fsdp-fp32-islands");
