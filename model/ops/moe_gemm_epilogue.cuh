@@ -1,0 +1,205 @@
+#pragma once
+
+// From fp32 sums in registers to bf16 results in device memory, with SwiGLU and its gradient.
+
+#include "model/ops/moe_gemm_schedule.cuh"
+
+namespace lockstep::model::moe {
+
+struct Swiglu {
+  float gate, up, sigmoid, activated;
+
+  LOCKSTEP_DEVICE static float rounded(float x) { return low_bf16(pack_bf16(x, 0.0f)); }
+  LOCKSTEP_DEVICE Swiglu(const ProductParams& p, float g, float u) {
+    gate = g > p.limit ? p.limit : g;  // NaN stays
+    up = u > p.limit ? p.limit : (u < -p.limit ? -p.limit : u);
+    sigmoid = reciprocal_approx(1.0f + exp2_approx(gate * -1.44269504f));
+    const float r = rounded(sigmoid);
+    activated = gate * (p.roundings == 3 ? r : sigmoid);
+    const float a = rounded(activated);
+    activated = p.roundings >= 2 ? a : activated;
+  }
+  LOCKSTEP_DEVICE float slope(const ProductParams& p) const {
+    const float first = p.roundings == 3 ? rounded(sigmoid) : sigmoid;
+    return first + gate * (sigmoid * (1.0f - sigmoid));
+  }
+};
+
+/// A math warpgroup: 64 rows of a tile, all columns. Sums d[4 j ...] of a thread: columns 8 j + 2
+/// (lane % 4) + {0, 1} of row lane / 4 of its warp's 16, then of the row 8 further.
+struct Group {
+  uint32_t shared;
+  int index, thread, lane;
+
+  LOCKSTEP_DEVICE Group(uint32_t shared_at, int group, int in_group)
+      : shared(shared_at), index(group), thread(in_group), lane(in_group & 31) {}
+  LOCKSTEP_DEVICE void sync() const { named_barrier(1 + index, 128); }
+  /// Where this lane points for columns 16 p .. 16 p + 15 of its warp's rows in a slab.
+  LOCKSTEP_DEVICE uint32_t at(uint32_t slab, int p) const {
+    const int row = (thread >> 5) * 16 + (lane & 15), chunk = 2 * p + (lane >> 4);
+    return slab + row * 128 + ((chunk ^ (row & 7)) << 4);
+  }
+  LOCKSTEP_DEVICE uint32_t full(int stage) const { return shared + kFullAt + stage * 8; }
+  LOCKSTEP_DEVICE uint32_t empty(int stage) const { return shared + kEmptyAt + stage * 8; }
+  /// Every warp: it has read the stage.
+  LOCKSTEP_DEVICE void release(int stage) const {
+    if (lane < 2) barrier_arrive_at(empty(stage), lane, 1);
+  }
+  /// One thread for the four warps.
+  LOCKSTEP_DEVICE void release_for_all(int stage) const {
+    barrier_arrive_at(empty(stage), 0, 4);
+    barrier_arrive_at(empty(stage), 1, 4);
+  }
+  /// `fill(p, words)` gives packed columns 16 p .. 16 p + 15; the slab goes to (x, y, z) of `map`
+  /// through staging slab `buffer`, which the store before the last one used.
+  template <class Fill>
+  LOCKSTEP_DEVICE void store(
+      int buffer, const CUtensorMap* map, int x, int y, int z, const Fill& fill) const {
+    const uint32_t slab = shared + kStagingAt + (2 * index + buffer) * kSlabBytes;
+    if (thread == 0) bulk_wait_read_but<1>();
+    __syncwarp();
+    sync();
+#pragma unroll
+    for (int p = 0; p < 4; ++p) {
+      uint32_t w[4];
+      fill(p, w);
+      store_matrix4(at(slab, p), w[0], w[1], w[2], w[3]);
+    }
+    fence_async_shared();
+    sync();
+    if (thread == 0) {
+      tensor_store(map, x, y, z, slab);
+      bulk_commit();
+    }
+    __syncwarp();
+  }
+};
+
+template <Product kProduct>
+LOCKSTEP_DEVICE void finish_plain(
+    const ProductParams& p, const Group& g, const float (&d)[128], int expert, const Tile& t) {
+  constexpr bool kSums = kProduct == Product::kWeights;
+  const CUtensorMap* map = kSums ? &p.weights : p.out + expert;
+#pragma unroll
+  for (int c = 0; c < kSlabsB; ++c)
+    g.store(c & 1,
+            map,
+            t.column * kTileColumns + 64 * c,
+            t.row + 64 * g.index,
+            kSums ? expert : 0,
+            [&](int q, uint32_t(&w)[4]) {
+#pragma unroll
+              for (int i = 0; i < 4; ++i) {
+                const int at = 32 * c + 8 * q + 2 * i;
+                w[i] = pack_bf16(d[at], d[at + 1]);
+              }
+            });
+}
+
+/// Columns 0 .. 127 are of gate, the others of up.
+LOCKSTEP_DEVICE void finish_gate_up(
+    const ProductParams& p, const Group& g, const float (&d)[128], int expert, const Tile& t) {
+  const int row = t.row + 64 * g.index;
+#pragma unroll
+  for (int c = 0; c < 2; ++c) {
+    const int column = t.column * 128 + 64 * c;
+    const auto product = [&](int first) {
+      return [&, first](int q, uint32_t(&w)[4]) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int at = first + 32 * c + 8 * q + 2 * i;
+          w[i] = pack_bf16(d[at], d[at + 1]);
+        }
+      };
+    };
+    if (p.keep) {
+      g.store(c, p.kept + expert, column, row, 0, product(0));
+      g.store(c ^ 1, p.kept + expert, p.inner + column, row, 0, product(64));
+    }
+    g.store(c, p.hidden + expert, column, row, 0, [&](int q, uint32_t(&w)[4]) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int at = 32 * c + 8 * q + 2 * i;
+        const uint32_t gate = pack_bf16(d[at], d[at + 1]);
+        const uint32_t up = pack_bf16(d[64 + at], d[64 + at + 1]);
+        const Swiglu low(p, low_bf16(gate), low_bf16(up));
+        const Swiglu high(p, high_bf16(gate), high_bf16(up));
+        w[i] = pack_bf16(low.activated * low.up, high.activated * high.up);
+      }
+    });
+  }
+}
+
+/// Gate and up come through the ring, 64 columns at a time: slabs 0 and 1 gate, 2 and 3 up, of 64
+/// rows each. Their gradients take their places, h slabs 4 and 5, and the stage is released when
+/// the stores have read it.
+LOCKSTEP_DEVICE void finish_hidden(const ProductParams& p,
+                                   const Group& g,
+                                   Ring& ring,
+                                   const float (&d)[128],
+                                   int expert,
+                                   const Tile& t,
+                                   int steps) {
+  const int row = t.row + 64 * g.index;
+  int before = -1;
+#pragma unroll
+  for (int c = 0; c < kSlabsB; ++c) {
+    if (c < steps) {
+      barrier_wait(g.full(ring.stage), ring.parity);
+      const uint32_t stage = g.shared + ring.stage * kStageBytes;
+      const uint32_t gate_at = stage + g.index * kSlabBytes, up_at = gate_at + 2 * kSlabBytes,
+                     h_at = gate_at + 4 * kSlabBytes;
+#pragma unroll
+      for (int q = 0; q < 4; ++q) {
+        uint32_t gate[4], up[4], h[4];
+        load_matrix4(gate, g.at(gate_at, q));
+        load_matrix4(up, g.at(up_at, q));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int at = 32 * c + 8 * q + 2 * i;
+          const uint32_t dh = pack_bf16(d[at], d[at + 1]);
+          float dgate[2], dup[2], value[2];
+#pragma unroll
+          for (int k = 0; k < 2; ++k) {
+            const float raw_gate = k == 0 ? low_bf16(gate[i]) : high_bf16(gate[i]);
+            const float raw_up = k == 0 ? low_bf16(up[i]) : high_bf16(up[i]);
+            const float dhk = k == 0 ? low_bf16(dh) : high_bf16(dh);
+            const Swiglu s(p, raw_gate, raw_up);
+            value[k] = s.activated * s.up;
+            dgate[k] = raw_gate > p.limit ? 0.0f : dhk * s.up * s.slope(p);
+            dup[k] = fabsf(raw_up) > p.limit ? 0.0f : dhk * s.activated;
+          }
+          h[i] = pack_bf16(value[0], value[1]);
+          gate[i] = pack_bf16(dgate[0], dgate[1]);
+          up[i] = pack_bf16(dup[0], dup[1]);
+        }
+        store_matrix4(g.at(gate_at, q), gate[0], gate[1], gate[2], gate[3]);
+        store_matrix4(g.at(up_at, q), up[0], up[1], up[2], up[3]);
+        store_matrix4(g.at(h_at, q), h[0], h[1], h[2], h[3]);
+      }
+      fence_async_shared();
+      g.sync();
+      if (g.thread == 0) {
+        const int column = t.column * kTileColumns + 64 * c;
+        if (column < p.inner) {
+          tensor_store(p.out + expert, column, row, 0, gate_at);
+          tensor_store(p.out + expert, p.inner + column, row, 0, up_at);
+          tensor_store(p.hidden + expert, column, row, 0, h_at);
+        }
+        bulk_commit();
+        bulk_wait_read_but<1>();
+        if (before >= 0) g.release_for_all(before);
+      }
+      __syncwarp();
+      before = ring.stage;
+      ring.next();
+    }
+  }
+  if (g.thread == 0 && before >= 0) {
+    bulk_wait_read();
+    g.release_for_all(before);
+  }
+  __syncwarp();
+}
+
+}  // namespace lockstep::model::moe
