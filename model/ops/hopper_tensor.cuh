@@ -20,29 +20,17 @@ LOCKSTEP_DEVICE uint32_t cluster_rank() {
 LOCKSTEP_DEVICE void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
-/// `count` arrivals at the barrier that lies at this address in block `rank` of the cluster.
+/// `count` arrivals at the barrier that lies at this address in block `rank` of the cluster. Orders
+/// no ordinary memory access between blocks: release.cluster would, by a fence of the whole device.
 LOCKSTEP_DEVICE void barrier_arrive_at(uint32_t barrier, uint32_t rank, uint32_t count) {
   asm volatile(
       "{\n.reg .b32 remote;\n"
       "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote], %2;\n}\n" ::"r"(barrier),
+      "mbarrier.arrive.shared::cluster.b64 _, [remote], %2;\n}\n" ::"r"(barrier),
       "r"(rank),
       "r"(count)
       : "memory");
 }
-/// Waits for arrivals from other blocks of the cluster too.
-LOCKSTEP_DEVICE void barrier_wait_cluster(uint32_t barrier, uint32_t parity) {
-  asm volatile(
-      "{\n.reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-      "@done bra.uni finished;\n"
-      "bra.uni again;\n"
-      "finished:\n}\n" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
-}
-
 // ---- tensor maps ------------------------------------------------------------------------------
 
 /// Map in shared memory: another address, another size of dimension 1.

@@ -45,11 +45,10 @@ struct MoeRowsArgs {
   int64_t tokens = 0;  ///< T
   int64_t slots = 0;   ///< k
   int64_t width = 0;   ///< D, a multiple of 8
-  const int64_t* token = nullptr;
   const int64_t* slot = nullptr;
   const int64_t* place = nullptr;
 };
-/// rows[r] = x[token[r]]; x bf16 [T,D], rows bf16 [S,D].
+/// rows[place[t][.]] = x[t]; x bf16 [T,D], rows bf16 [S,D].
 MoeCudaResult moe_gather(const MoeRowsArgs& args,
                          const uint16_t* x,
                          uint16_t* rows,

@@ -123,16 +123,25 @@ MoeCudaResult make_maps(const Device& d,
   return error == cudaSuccess ? MoeCudaResult{} : failed(error);
 }
 
-template <Product kProduct>
+template <Product kProduct, int kRoundings = 0>
 MoeCudaResult launch(const Device& d, const ProductParams& p, CUstream_st* stream) {
-  cudaError_t error = cudaFuncSetAttribute(moe::product_kernel<kProduct>,
-                                           cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                           moe::kSharedBytes);
+  const auto kernel = &moe::product_kernel<kProduct, kRoundings>;
+  cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, moe::kSharedBytes);
   if (error != cudaSuccess) return failed(error);
   const unsigned blocks = static_cast<unsigned>(std::max(d.multiprocessors / 2 * 2, 2));
-  moe::product_kernel<kProduct><<<blocks, moe::kThreads, moe::kSharedBytes, stream>>>(p);
+  kernel<<<blocks, moe::kThreads, moe::kSharedBytes, stream>>>(p);
   error = cudaGetLastError();
   return error == cudaSuccess ? MoeCudaResult{} : failed(error);
+}
+template <Product kProduct>
+MoeCudaResult launch_rounding(int roundings,
+                              const Device& d,
+                              const ProductParams& p,
+                              CUstream_st* stream) {
+  return roundings == 1   ? launch<kProduct, 1>(d, p, stream)
+         : roundings == 2 ? launch<kProduct, 2>(d, p, stream)
+                          : launch<kProduct, 3>(d, p, stream);
 }
 
 ProductParams base_params(const MoeShape& s) {
@@ -141,7 +150,6 @@ ProductParams base_params(const MoeShape& s) {
   p.experts = static_cast<int>(s.experts);
   p.inner = static_cast<int>(s.inner);
   p.limit = s.limit;
-  p.roundings = s.roundings;
   return p;
 }
 int column_tiles(int64_t columns) {
@@ -204,7 +212,8 @@ MoeCudaResult moe_experts_forward(const MoeExpertsForwardArgs& a,
   p.column_tiles = static_cast<int>(I / 128);
   p.depth_tiles = depth_tiles(D);
   p.keep = a.products != nullptr;
-  if (const MoeCudaResult r = launch<Product::kGateUp>(d, p, stream); !r) return r;
+  if (const MoeCudaResult r = launch_rounding<Product::kGateUp>(s.roundings, d, p, stream); !r)
+    return r;
 
   p = base_params(s);
   if (!encode(d, &p.weights, a.down, I, D, E)) return failed(cudaErrorInvalidValue);
@@ -271,7 +280,8 @@ MoeCudaResult moe_experts_backward(const MoeExpertsBackwardArgs& a,
   p.hidden = hidden;
   p.column_tiles = column_tiles(I);
   p.depth_tiles = depth_tiles(D);
-  if (const MoeCudaResult r = launch<Product::kHidden>(d, p, stream); !r) return r;
+  if (const MoeCudaResult r = launch_rounding<Product::kHidden>(s.roundings, d, p, stream); !r)
+    return r;
 
   if (a.dx != nullptr) {
     p = base_params(s);

@@ -6,22 +6,50 @@
 
 namespace lockstep::model::moe {
 
-struct Swiglu {
-  float gate, up, sigmoid, activated;
+LOCKSTEP_DEVICE float clamp_above(float x, float limit) {  // NaN stays
+  float y;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(limit));
+  return y;
+}
+LOCKSTEP_DEVICE float clamp_below(float x, float limit) {
+  float y;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(limit));
+  return y;
+}
+LOCKSTEP_DEVICE void unpack(uint32_t packed, float (&x)[2]) {
+  x[0] = low_bf16(packed);
+  x[1] = high_bf16(packed);
+}
 
-  LOCKSTEP_DEVICE static float rounded(float x) { return low_bf16(pack_bf16(x, 0.0f)); }
-  LOCKSTEP_DEVICE Swiglu(const ProductParams& p, float g, float u) {
-    gate = g > p.limit ? p.limit : g;  // NaN stays
-    up = u > p.limit ? p.limit : (u < -p.limit ? -p.limit : u);
-    sigmoid = reciprocal_approx(1.0f + exp2_approx(gate * -1.44269504f));
-    const float r = rounded(sigmoid);
-    activated = gate * (p.roundings == 3 ? r : sigmoid);
-    const float a = rounded(activated);
-    activated = p.roundings >= 2 ? a : activated;
+/// SwiGLU of a pair of packed bf16 values with the roundings of D53.
+template <int kRoundings>
+struct Swiglu {
+  float gate[2], up[2];              // clamped
+  float sigmoid[2], first[2];        // first: as it multiplies gate
+  float unrounded[2], activated[2];  // gate * first
+
+  LOCKSTEP_DEVICE Swiglu(float limit, uint32_t packed_gate, uint32_t packed_up) {
+    unpack(packed_gate, gate);
+    unpack(packed_up, up);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      gate[i] = clamp_above(gate[i], limit);
+      up[i] = clamp_below(clamp_above(up[i], limit), -limit);
+      sigmoid[i] = reciprocal_approx(1.0f + exp2_approx(gate[i] * -1.44269504f));
+      first[i] = sigmoid[i];
+    }
+    if constexpr (kRoundings == 3) unpack(pack_bf16(sigmoid[0], sigmoid[1]), first);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) activated[i] = unrounded[i] = gate[i] * first[i];
+    if constexpr (kRoundings >= 2) unpack(pack_bf16(unrounded[0], unrounded[1]), activated);
   }
-  LOCKSTEP_DEVICE float slope(const ProductParams& p) const {
-    const float first = p.roundings == 3 ? rounded(sigmoid) : sigmoid;
-    return first + gate * (sigmoid * (1.0f - sigmoid));
+  LOCKSTEP_DEVICE uint32_t h() const {
+    return pack_bf16(activated[0] * up[0], activated[1] * up[1]);
+  }
+  /// Of activated with respect to gate; roundings count as the identity.
+  LOCKSTEP_DEVICE float slope(int i) const {
+    const float product = kRoundings == 3 ? gate[i] * sigmoid[i] : unrounded[i];
+    return fmaf(product, 1.0f - sigmoid[i], first[i]);
   }
 };
 
@@ -97,6 +125,7 @@ LOCKSTEP_DEVICE void finish_plain(
 }
 
 /// Columns 0 .. 127 are of gate, the others of up.
+template <int kRoundings>
 LOCKSTEP_DEVICE void finish_gate_up(
     const ProductParams& p, const Group& g, const float (&d)[128], int expert, const Tile& t) {
   const int row = t.row + 64 * g.index;
@@ -122,9 +151,7 @@ LOCKSTEP_DEVICE void finish_gate_up(
         const int at = 32 * c + 8 * q + 2 * i;
         const uint32_t gate = pack_bf16(d[at], d[at + 1]);
         const uint32_t up = pack_bf16(d[64 + at], d[64 + at + 1]);
-        const Swiglu low(p, low_bf16(gate), low_bf16(up));
-        const Swiglu high(p, high_bf16(gate), high_bf16(up));
-        w[i] = pack_bf16(low.activated * low.up, high.activated * high.up);
+        w[i] = Swiglu<kRoundings>(p.limit, gate, up).h();
       }
     });
   }
@@ -133,6 +160,7 @@ LOCKSTEP_DEVICE void finish_gate_up(
 /// Gate and up come through the ring, 64 columns at a time: slabs 0 and 1 gate, 2 and 3 up, of 64
 /// rows each. Their gradients take their places, h slabs 4 and 5, and the stage is released when
 /// the stores have read it.
+template <int kRoundings>
 LOCKSTEP_DEVICE void finish_hidden(const ProductParams& p,
                                    const Group& g,
                                    Ring& ring,
@@ -157,19 +185,17 @@ LOCKSTEP_DEVICE void finish_hidden(const ProductParams& p,
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int at = 32 * c + 8 * q + 2 * i;
-          const uint32_t dh = pack_bf16(d[at], d[at + 1]);
-          float dgate[2], dup[2], value[2];
+          float raw_gate[2], raw_up[2], dh[2], dgate[2], dup[2];
+          unpack(gate[i], raw_gate);
+          unpack(up[i], raw_up);
+          unpack(pack_bf16(d[at], d[at + 1]), dh);
+          const Swiglu<kRoundings> s(p.limit, gate[i], up[i]);
 #pragma unroll
           for (int k = 0; k < 2; ++k) {
-            const float raw_gate = k == 0 ? low_bf16(gate[i]) : high_bf16(gate[i]);
-            const float raw_up = k == 0 ? low_bf16(up[i]) : high_bf16(up[i]);
-            const float dhk = k == 0 ? low_bf16(dh) : high_bf16(dh);
-            const Swiglu s(p, raw_gate, raw_up);
-            value[k] = s.activated * s.up;
-            dgate[k] = raw_gate > p.limit ? 0.0f : dhk * s.up * s.slope(p);
-            dup[k] = fabsf(raw_up) > p.limit ? 0.0f : dhk * s.activated;
+            dgate[k] = raw_gate[k] > p.limit ? 0.0f : dh[k] * s.up[k] * s.slope(k);
+            dup[k] = fabsf(raw_up[k]) > p.limit ? 0.0f : dh[k] * s.activated[k];
           }
-          h[i] = pack_bf16(value[0], value[1]);
+          h[i] = s.h();
           gate[i] = pack_bf16(dgate[0], dgate[1]);
           up[i] = pack_bf16(dup[0], dup[1]);
         }

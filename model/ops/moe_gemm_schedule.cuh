@@ -47,7 +47,6 @@ struct ProductParams {
   int depth_tiles;   // unless kWeights
   int inner;
   float limit;
-  int roundings;
   bool keep;  // kGateUp: products are wanted
 };
 

@@ -1,8 +1,7 @@
 #pragma once
 
 // Order by expert, rows to and from it, combination. Each is bound by device memory: 16 bytes a
-// lane, one warp a row or one block a part of a token, nothing else to it. Combination backward
-// takes a token's rows one after the other, so that its dy is read from device memory once.
+// lane, in token order, so that what belongs to a token is read from device memory once.
 
 #include "model/ops/hopper.cuh"
 
@@ -122,7 +121,7 @@ static __global__ void place_kernel(const __grid_constant__ OrderParams p) {
 
 struct RowsParams {
   int64_t tokens, slots, width;
-  const int64_t *token, *slot, *place;
+  const int64_t *slot, *place;
   const uint16_t *rows, *dy;  // dy: or x
   const float* weights;
   uint16_t *out, *drows;
@@ -131,20 +130,21 @@ struct RowsParams {
 };
 constexpr int kRowWarps = 8;
 
-static __global__ void __launch_bounds__(kRowWarps * 32)
-    gather_kernel(const __grid_constant__ RowsParams p) {
-  const int64_t row = int64_t{blockIdx.x} * kRowWarps + threadIdx.x / 32;
-  if (row >= p.tokens * p.slots) return;
-  const uint4* from = reinterpret_cast<const uint4*>(p.dy + p.token[row] * p.width);
-  uint4* to = reinterpret_cast<uint4*>(p.out + row * p.width);
-  const int64_t words = p.width / 8;
+/// gridDim.y blocks of 128 threads share a token, 8 channels each: its row is read once.
+static __global__ void __launch_bounds__(128) gather_kernel(const __grid_constant__ RowsParams p) {
+  const int64_t token = blockIdx.x, channel = (int64_t{blockIdx.y} * 128 + threadIdx.x) * 8;
+  if (channel >= p.width) return;
+  const uint4 v = *reinterpret_cast<const uint4*>(p.dy + token * p.width + channel);
 #pragma unroll 8
-  for (int64_t i = threadIdx.x % 32; i < words; i += 32) to[i] = from[i];
+  for (int64_t j = 0; j < p.slots; ++j) {
+    const int64_t row = p.place[token * p.slots + j];
+    *reinterpret_cast<uint4*>(p.drows + row * p.width + channel) = v;
+  }
 }
 
 LOCKSTEP_DEVICE float bf16_rounded(float x) { return low_bf16(pack_bf16(x, 0.0f)); }
 
-/// gridDim.y blocks of 128 threads share a token, 8 channels each.
+/// Blocks as in gather_kernel.
 template <bool kWeighed>
 __global__ void __launch_bounds__(128) sum_kernel(const __grid_constant__ RowsParams p) {
   const int64_t token = blockIdx.x, channel = (int64_t{blockIdx.y} * 128 + threadIdx.x) * 8;

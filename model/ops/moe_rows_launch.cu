@@ -33,8 +33,7 @@ MoeCudaResult check_rows(const MoeRowsArgs& a, std::initializer_list<const void*
   if (a.width < 8 || a.width % 8 != 0 || a.width > 1 << 24)
     return bad("width must be a multiple of 8, up to 2^24");
   if (a.tokens == 0) return {};
-  if (a.token == nullptr || a.slot == nullptr || a.place == nullptr)
-    return bad("token, slot and place must not be null");
+  if (a.slot == nullptr || a.place == nullptr) return bad("slot and place must not be null");
   for (const void* t : tensors)
     if (t == nullptr || reinterpret_cast<uintptr_t>(t) % 16 != 0)
       return bad("tensors must not be null and must be 16-byte aligned");
@@ -43,7 +42,7 @@ MoeCudaResult check_rows(const MoeRowsArgs& a, std::initializer_list<const void*
 RowsParams params(const MoeRowsArgs& a) {
   RowsParams p{};
   p.tokens = a.tokens, p.slots = a.slots, p.width = a.width;
-  p.token = a.token, p.slot = a.slot, p.place = a.place;
+  p.slot = a.slot, p.place = a.place;
   return p;
 }
 unsigned row_blocks(const MoeRowsArgs& a) {
@@ -101,8 +100,8 @@ MoeCudaResult moe_gather(const MoeRowsArgs& a,
                          CUstream_st* stream) {
   if (const MoeCudaResult r = check_rows(a, {x, rows}); !r || a.tokens == 0) return r;
   RowsParams p = params(a);
-  p.dy = x, p.out = rows;
-  moe::gather_kernel<<<row_blocks(a), moe::kRowWarps * 32, 0, stream>>>(p);
+  p.dy = x, p.drows = rows;
+  moe::gather_kernel<<<token_blocks(a), 128, 0, stream>>>(p);
   return launched();
 }
 
