@@ -12,6 +12,7 @@
 #include "harness/launch/workload.hpp"
 #include "harness/runner/execute.hpp"
 #include "harness/runner/progress.hpp"
+#include "harness/trainer/dtype_audit.hpp"
 #include "model/checkpoint/safetensors.hpp"
 
 namespace lockstep::harness {
@@ -204,6 +205,10 @@ int run_engine(const LogitsOptions& options,
     write(options.out, output);
     for (const std::string& warning : output.warnings) {
       std::fputs(fmt::format("lockstep {}: warning: {}\n", command, warning).c_str(), stderr);
+    }
+    const std::string less = stored_in_less(*work.source, numerics_of(run));
+    if (!less.empty() && !context.quiet) {
+      std::fputs(fmt::format("lockstep {}: note: {}\n", command, less).c_str(), stderr);
     }
     if (context.json) {
       print(summary_json(options, output));

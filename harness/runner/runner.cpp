@@ -12,6 +12,7 @@
 #include "harness/runner/plan.hpp"
 #include "harness/runner/run_output.hpp"
 #include "harness/runner/sweep_series.hpp"
+#include "harness/trainer/dtype_audit.hpp"
 
 namespace lockstep::harness {
 namespace {
@@ -227,6 +228,8 @@ RunOutput ScenarioRun::obtain(const ScenarioPoint& point,
                   output.tokens,
                   output.seconds));
   for (const std::string& warning : output.warnings) say(fmt::format("  warning: {}", warning));
+  const std::string less = stored_in_less(*work.source, numerics_of(run));
+  if (!less.empty()) say(fmt::format("  note: {}", less));
   return output;
 }
 
@@ -251,6 +254,8 @@ void ScenarioRun::record_run(const ScenarioPoint& point,
   record.device = run.device;
   record.checkpoint = work.checkpoint;
   for (const auto& [key, value] : work.provenance) record.provenance.push_back({key, value});
+  const std::string less = stored_in_less(*work.source, used);
+  if (!less.empty()) record.provenance.push_back({"note", less});
   record.seconds = output.seconds;
   record.tokens = output.tokens;
   record.peak_bytes = output.peak_bytes;

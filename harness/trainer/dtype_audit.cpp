@@ -30,15 +30,20 @@ class WatchedParameters final : public model::ParamView {
 };
 
 const char* remedy(AuditPoint point) {
-  switch (point) {
-    case AuditPoint::kLoad:
-      return "export the checkpoint again with this tensor in float32, or choose a policy that "
-             "casts it";
-    case AuditPoint::kCheckpoint:
-      return "the checkpoint must not be used to go on training";
-    default:
-      return "look for a cast of its whole group";
+  return point == AuditPoint::kCheckpoint ? "the checkpoint must not be used to go on training"
+                                          : "look for a cast of its whole group";
+}
+
+/// Parameters that `num` keeps in float32 though it computes in bfloat16.
+std::vector<model::Parameter> float32_parameters(const model::ModelConfig& config,
+                                                 const model::Numerics& num) {
+  std::vector<model::Parameter> kept;
+  if (!num.is_bf16()) return kept;
+  for (model::Parameter& parameter : model::expected_parameters(config)) {
+    if (model::parameter_dtype(parameter.name, num) == at::kFloat)
+      kept.push_back(std::move(parameter));
   }
+  return kept;
 }
 
 }  // namespace
@@ -60,11 +65,8 @@ std::string_view to_string(AuditPoint point) {
 
 DtypeAudit::DtypeAudit(const model::ModelConfig& config, const model::Numerics& num)
     : policy_(num.name()) {
-  if (!num.is_bf16()) return;
-  for (const model::Parameter& parameter : model::expected_parameters(config)) {
-    if (model::parameter_dtype(parameter.name, num) != at::kFloat) continue;
+  for (const model::Parameter& parameter : float32_parameters(config, num)) {
     by_name_.emplace(parameter.name, rows_.size());
-    published_.emplace(parameter.name, parameter.disk_dtype);
     AuditRow row{parameter.name, {}};
     row.dtypes.fill(at::ScalarType::Undefined);
     rows_.push_back(std::move(row));
@@ -76,8 +78,8 @@ void DtypeAudit::see(AuditPoint point, const std::string& name, at::ScalarType d
   if (found == by_name_.end()) return;
   rows_[found->second].dtypes[static_cast<size_t>(point)] = dtype;
   if (dtype == at::kFloat || dtype == at::kDouble) return;
-  if (point == AuditPoint::kLoad && published_.at(name) == dtype) return;
-  fail(point == AuditPoint::kLoad ? ErrorKind::kInput : ErrorKind::kInternal,
+  if (point == AuditPoint::kLoad && stored_.contains(name) && stored_.at(name) == dtype) return;
+  fail(ErrorKind::kInternal,
        "dtype audit, point {}: policy {} keeps {} in float32, but it is {} there; {}",
        to_string(point),
        policy_,
@@ -87,7 +89,11 @@ void DtypeAudit::see(AuditPoint point, const std::string& name, at::ScalarType d
 }
 
 void DtypeAudit::load(const model::WeightSource& source) {
-  for (const AuditRow& row : rows_) see(AuditPoint::kLoad, row.name, source.spec(row.name).dtype);
+  for (const AuditRow& row : rows_) {
+    const at::ScalarType stored = source.spec(row.name).dtype;
+    if (stored != at::kFloat && stored != at::kDouble) stored_.emplace(row.name, stored);
+    see(AuditPoint::kLoad, row.name, source.load_rows(row.name, 0, 1).scalar_type());
+  }
 }
 
 void DtypeAudit::shards(const parallel::ShardedParameters& params) {
@@ -113,6 +119,23 @@ void DtypeAudit::checkpoint(const std::string& folder) {
 
 std::unique_ptr<model::ParamView> DtypeAudit::watch(model::ParamView& params) {
   return std::make_unique<WatchedParameters>(*this, params);
+}
+
+std::string stored_in_less(const model::WeightSource& source, const model::Numerics& num) {
+  std::vector<std::string> names;
+  for (const model::Parameter& parameter : float32_parameters(source.config(), num)) {
+    const at::ScalarType stored = source.spec(parameter.name).dtype;
+    if (parameter.disk_dtype == at::kFloat && at::elementSize(stored) < 4)
+      names.push_back(parameter.name);
+  }
+  if (names.empty()) return {};
+  return fmt::format(
+      "{} parameters that {} keeps in float32 are stored in {} (the first: {}); their low bits "
+      "were gone before this run",
+      names.size(),
+      num.name(),
+      dtype_name(source.spec(names.front()).dtype),
+      names.front());
 }
 
 }  // namespace lockstep::harness

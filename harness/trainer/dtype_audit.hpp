@@ -19,7 +19,7 @@
 namespace lockstep::harness {
 
 enum class AuditPoint : uint8_t {
-  kLoad,        ///< as the checkpoint holds it
+  kLoad,        ///< as it comes from the file, against what the file holds
   kShard,       ///< the rows this rank keeps
   kForward,     ///< as a layer gets it
   kOptimizer,   ///< moments
@@ -34,15 +34,14 @@ struct AuditRow {
   std::array<at::ScalarType, kNumAuditPoints> dtypes;
 };
 
-/// One process's audit. Every check throws kInput (load: the file is at fault) or kInternal naming
-/// the parameter, the point and what to do when a float32 parameter is not float32 there.
+/// One process's audit. Every check throws kInternal naming the parameter and the point when a
+/// float32 parameter is not float32 there.
 class DtypeAudit {
  public:
   /// No rows for policies that compute in one dtype.
   DtypeAudit(const model::ModelConfig& config, const model::Numerics& num);
 
-  /// A parameter that was published in float32 may not come from a file in less; one published in
-  /// bfloat16 may.
+  /// What the file holds in float32 must arrive so. A file may hold less: see stored_in_less.
   void load(const model::WeightSource& source);
   void shards(const parallel::ShardedParameters& params);
   void optimizer(const parallel::ShardedParameters& params, parallel::Optimizer& optimizer);
@@ -58,7 +57,12 @@ class DtypeAudit {
   std::string policy_;
   std::vector<AuditRow> rows_;
   std::map<std::string, size_t> by_name_;
-  std::map<std::string, at::ScalarType> published_;
+  std::map<std::string, at::ScalarType> stored_;  ///< narrower than float32 in the file
 };
+
+/// One line on the parameters that `num` keeps in float32, that were published in float32 and that
+/// this source has in less, as checkpoints written by transformers do: their low bits were gone
+/// before the run. Empty: none.
+std::string stored_in_less(const model::WeightSource& source, const model::Numerics& num);
 
 }  // namespace lockstep::harness

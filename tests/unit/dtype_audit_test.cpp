@@ -45,7 +45,7 @@ const parallel::Mesh& one_rank() {
   return mesh;
 }
 
-/// A source that hands one parameter out in another dtype.
+/// A file that holds one parameter in bfloat16.
 std::shared_ptr<const model::WeightSource> with_cast(const std::string& name) {
   const auto source = tiny();
   std::map<std::string, Tensor> weights;
@@ -53,6 +53,29 @@ std::shared_ptr<const model::WeightSource> with_cast(const std::string& name) {
   weights[name] = weights[name].to(at::kBFloat16);
   return model::memory_source(source->config(), weights);
 }
+
+/// A loader that says it has one parameter in float32 and hands it out in bfloat16.
+class CastingSource final : public model::WeightSource {
+ public:
+  explicit CastingSource(std::string name) : name_(std::move(name)) {}
+  [[nodiscard]] const model::ModelConfig& config() const override { return inner_->config(); }
+  [[nodiscard]] std::vector<std::string> names() const override { return inner_->names(); }
+  [[nodiscard]] model::WeightSpec spec(const std::string& name) const override {
+    return inner_->spec(name);
+  }
+  [[nodiscard]] Tensor load(const std::string& name) const override {
+    const Tensor value = inner_->load(name);
+    return name == name_ ? value.to(at::kBFloat16) : value;
+  }
+  [[nodiscard]] std::vector<std::pair<std::string, Tensor>> disk_tensors(
+      const std::string& name, const Tensor& value) const override {
+    return inner_->disk_tensors(name, value);
+  }
+
+ private:
+  std::shared_ptr<const model::WeightSource> inner_ = tiny();
+  std::string name_;
+};
 
 /// Layers get one parameter in bfloat16.
 class Casting final : public model::ParamView {
@@ -87,7 +110,9 @@ TEST(DtypeAudit, B09EveryFloat32ParameterIsSeenAtEveryPoint) {
 TEST(DtypeAudit, B09ACastAtAnyPointStopsTheRunAndNamesTheParameter) {
   const std::string name = "layers.1.self_attn.A_log";
   EXPECT_THAT(refusal([&] {
-                harness::Trainer(with_cast(name), training("fsdp-fp32-islands"), one_rank());
+                harness::Trainer(std::make_shared<CastingSource>(name),
+                                 training("fsdp-fp32-islands"),
+                                 one_rank());
               }),
               testing::AllOf(HasSubstr(name), HasSubstr("point load"), HasSubstr("bfloat16")));
   const model::Numerics num = model::Numerics::policy("fsdp-fp32-islands");
@@ -101,6 +126,21 @@ TEST(DtypeAudit, B09ACastAtAnyPointStopsTheRunAndNamesTheParameter) {
   Casting casting;
   EXPECT_THAT(refusal([&] { audit.watch(casting)->get(name); }),
               testing::AllOf(HasSubstr(name), HasSubstr("forward")));
+}
+
+TEST(DtypeAudit, AFileThatHoldsLessIsWidenedAndSaidSo) {
+  const std::string name = "layers.1.self_attn.A_log";
+  const auto num = model::Numerics::policy("fsdp-fp32-islands");
+  EXPECT_THAT(harness::stored_in_less(*with_cast(name), num),
+              testing::AllOf(HasSubstr("1 parameters"), HasSubstr(name), HasSubstr("bfloat16")));
+  EXPECT_EQ(harness::stored_in_less(*tiny(), num), "");
+  EXPECT_EQ(harness::stored_in_less(*with_cast(name), model::Numerics::policy("fsdp-bf16")), "");
+  harness::Trainer trainer(with_cast(name), training("fsdp-fp32-islands"), one_rank());
+  for (const AuditRow& row : trainer.audit()) {
+    if (row.name != name) continue;
+    EXPECT_EQ(row.dtypes[static_cast<size_t>(AuditPoint::kLoad)], at::kBFloat16);
+    EXPECT_EQ(row.dtypes[static_cast<size_t>(AuditPoint::kShard)], at::kFloat);
+  }
 }
 
 TEST(DtypeAudit, PoliciesThatCastEverythingHaveLessToWatch) {
