@@ -31,6 +31,23 @@ LOCKSTEP_DEVICE void barrier_arrive_at(uint32_t barrier, uint32_t rank, uint32_t
       "r"(count)
       : "memory");
 }
+/// A word to this address in block `rank` of the cluster; its bytes count at `barrier` there.
+LOCKSTEP_DEVICE void store_shared_at(uint32_t address,
+                                     uint32_t value,
+                                     uint32_t barrier,
+                                     uint32_t rank) {
+  asm volatile(
+      "{\n.reg .b32 to, bar;\n"
+      "mapa.shared::cluster.u32 to, %0, %3;\n"
+      "mapa.shared::cluster.u32 bar, %2, %3;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [to], %1, [bar];\n}\n" ::"r"(
+          address),
+      "r"(value),
+      "r"(barrier),
+      "r"(rank)
+      : "memory");
+}
+
 // ---- tensor maps ------------------------------------------------------------------------------
 
 /// Map in shared memory: another address, another size of dimension 1.

@@ -18,8 +18,10 @@ MoeCudaResult failed(cudaError_t e) {
   return {MoeCudaStatus::kCudaError, static_cast<int>(e), cudaGetErrorString(e)};
 }
 bool aligned(const void* p, size_t bytes) { return reinterpret_cast<uintptr_t>(p) % bytes == 0; }
+constexpr size_t kCounterBytes = 128;
+/// Maps and the counters behind them.
 size_t map_bytes(const MoeShape& s, int tensors) {
-  return static_cast<size_t>(s.experts) * tensors * sizeof(CUtensorMap);
+  return static_cast<size_t>(s.experts) * tensors * sizeof(CUtensorMap) + kCounterBytes;
 }
 size_t matrix_bytes(const MoeShape& s, int64_t columns) {
   return (static_cast<size_t>(s.rows) * static_cast<size_t>(columns) * 2 + 127) / 128 * 128;
@@ -113,6 +115,7 @@ MoeCudaResult make_maps(const Device& d,
     ++count;
   }
   p.to = to;
+  p.next = reinterpret_cast<int*>(to + s.experts * count);
   p.offsets = s.offsets;
   p.experts = static_cast<int>(s.experts);
   moe::map_kernel<<<dim3(static_cast<unsigned>(s.experts), static_cast<unsigned>(count)),
@@ -144,9 +147,11 @@ MoeCudaResult launch_rounding(int roundings,
                           : launch<kProduct, 3>(d, p, stream);
 }
 
-ProductParams base_params(const MoeShape& s) {
+/// product: which counter.
+ProductParams base_params(const MoeShape& s, CUtensorMap* maps, int tensors, int product) {
   ProductParams p{};
   p.offsets = s.offsets;
+  p.next = reinterpret_cast<int*>(maps + s.experts * tensors) + product;
   p.experts = static_cast<int>(s.experts);
   p.inner = static_cast<int>(s.inner);
   p.limit = s.limit;
@@ -204,7 +209,7 @@ MoeCudaResult moe_experts_forward(const MoeExpertsForwardArgs& a,
       !r)
     return r;
 
-  ProductParams p = base_params(s);
+  ProductParams p = base_params(s, maps, kForwardTensors, 0);
   if (!encode(d, &p.weights, a.gate_up, D, 2 * I, E)) return failed(cudaErrorInvalidValue);
   p.a = maps;
   p.kept = maps + E;
@@ -215,7 +220,7 @@ MoeCudaResult moe_experts_forward(const MoeExpertsForwardArgs& a,
   if (const MoeCudaResult r = launch_rounding<Product::kGateUp>(s.roundings, d, p, stream); !r)
     return r;
 
-  p = base_params(s);
+  p = base_params(s, maps, kForwardTensors, 1);
   if (!encode(d, &p.weights, a.down, I, D, E)) return failed(cudaErrorInvalidValue);
   p.a = maps + 2 * E;
   p.out = maps + 3 * E;
@@ -272,7 +277,7 @@ MoeCudaResult moe_experts_backward(const MoeExpertsBackwardArgs& a,
   const CUtensorMap *x = maps, *products = maps + E, *dout = maps + 2 * E, *hidden = maps + 3 * E,
                     *gradient = maps + 4 * E, *dx = maps + 5 * E;
 
-  ProductParams p = base_params(s);
+  ProductParams p = base_params(s, maps, kBackwardTensors, 0);
   if (!encode(d, &p.weights, a.down, I, D, E)) return failed(cudaErrorInvalidValue);
   p.a = dout;
   p.out = gradient;
@@ -284,7 +289,7 @@ MoeCudaResult moe_experts_backward(const MoeExpertsBackwardArgs& a,
     return r;
 
   if (a.dx != nullptr) {
-    p = base_params(s);
+    p = base_params(s, maps, kBackwardTensors, 1);
     if (!encode(d, &p.weights, a.gate_up, D, 2 * I, E)) return failed(cudaErrorInvalidValue);
     p.a = gradient;
     p.out = dx;
@@ -292,13 +297,14 @@ MoeCudaResult moe_experts_backward(const MoeExpertsBackwardArgs& a,
     p.depth_tiles = depth_tiles(2 * I);
     if (const MoeCudaResult r = launch<Product::kInput>(d, p, stream); !r) return r;
   }
-  const auto weights = [&](uint16_t* to,
+  const auto weights = [&](int product,
+                           uint16_t* to,
                            const CUtensorMap* left,
                            int64_t rows,
                            const CUtensorMap* right,
                            int64_t columns) -> MoeCudaResult {
     if (to == nullptr) return {};
-    p = base_params(s);
+    p = base_params(s, maps, kBackwardTensors, product);
     if (!encode(d, &p.weights, to, columns, rows, E)) return failed(cudaErrorInvalidValue);
     p.a = left;
     p.b = right;
@@ -306,8 +312,8 @@ MoeCudaResult moe_experts_backward(const MoeExpertsBackwardArgs& a,
     p.column_tiles = column_tiles(columns);
     return launch<Product::kWeights>(d, p, stream);
   };
-  if (const MoeCudaResult r = weights(a.dgate_up, gradient, 2 * I, x, D); !r) return r;
-  return weights(a.ddown, dout, D, hidden, I);
+  if (const MoeCudaResult r = weights(2, a.dgate_up, gradient, 2 * I, x, D); !r) return r;
+  return weights(3, a.ddown, dout, D, hidden, I);
 }
 
 }  // namespace lockstep::model

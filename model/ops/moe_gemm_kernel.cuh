@@ -13,16 +13,18 @@
 // gradient gets gate and up through the ring of stages, as if the sum went on for four more steps,
 // and writes its three results from there; otherwise they would arrive too late.
 //
-// Limits (131072 rows, 36 experts, ncu): tensor cores active 90% (gate and up), 90% (down), 81%
-// (gradient of h), 94% (the others) of the cycles, at 1.5 GHz: power sets the clock. Both math
-// warpgroups finish a tile together, so what follows the sum (4% to 10%) is not hidden.
+// Limits (131072 rows, 36 experts, ncu): tensor cores active 90% (gate and up), 90% (down), 82%
+// (gradient of h), 94% (the others) of the cycles, at 1.6 GHz: power sets the clock. Both math
+// warpgroups finish a tile together, so what follows the sum (4% to 15%) is not hidden. Many small
+// experts (227 rows) waste a part of their tiles, and their weights come from device memory.
 // - release.cluster on the arrivals that free a stage is a fence of the whole device for every
 //   step: 41 instead of 31 ms for both passes.
-// - roundings of D53 as run-time values instead of template arguments: 1% to 3%.
-// - bands of 16 row pairs instead of 8, one barrier less for each stored slab: no difference.
-// - device memory moves 10 to 14 GB for the large products, three times what must: clusters drift
-//   apart, so the tiles at work at one time are not neighbours. Tiles handed out in order would
-//   keep them together.
+// - tiles handed out in order instead of every 66th to a cluster: device memory moves 6 instead of
+//   12 to 14 GB for the large products, since clusters no longer drift apart; both passes 3% to 4%
+//   faster.
+// - roundings of D53 as template arguments: 2% to 3%.
+// - bands of 16 row pairs instead of 8: a quarter more bytes. One barrier less for each stored
+//   slab: no difference.
 
 #include "model/ops/moe_gemm_epilogue.cuh"
 
@@ -71,8 +73,10 @@ LOCKSTEP_DEVICE void copy_tiles(const ProductParams& p,
                                 uint32_t shared,
                                 int rank) {
   Ring ring;
+  Turns turns;
+  Walk walk(p, first, rank);
   int expert = -1;
-  for (Walk walk(p, first, rank); walk.more(); walk.next()) {
+  while (walk.at(turns.take(shared))) {
     if (walk.expert() != expert) {
       expert = walk.expert();
       tensor_map_acquire(p.a + expert);
@@ -117,9 +121,11 @@ LOCKSTEP_DEVICE void multiply_tiles(const ProductParams& p,
   constexpr bool kOuterB = kProduct != Product::kGateUp && kProduct != Product::kDown;
   constexpr int kStepA = kOuterA ? 2048 : 32, kStepB = kOuterB ? 2048 : 32;  // bytes, k + 16
   Ring ring;
+  Turns turns;
+  Walk walk(p, first, rank);
   int expert = -1;
   float d[128];
-  for (Walk walk(p, first, rank); walk.more(); walk.next()) {
+  while (walk.at(turns.take_warp(g.shared, g.lane))) {
     if (walk.expert() != expert) {
       expert = walk.expert();
       if (g.thread == 0) {
@@ -195,6 +201,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
       barrier_init(shared + kFullAt + s * 8, 1);
       barrier_init(shared + kEmptyAt + s * 8, 16);  // 8 warps in each block of the cluster
     }
+    Turns::init(shared);
     fence_barrier_init();
   }
   __syncthreads();
@@ -202,6 +209,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
   if (thread < 128) {
     fewer_registers<40>();
     if (thread == 0) copy_tiles<kProduct>(p, first, shared, rank);
+    if (thread == 32 && rank == 0) Turns::hand_out(p, first, shared);
     __syncwarp();
   } else {
     more_registers<232>();
@@ -212,20 +220,24 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
   cluster_sync();  // the partner may still copy into this block and arrive at its barriers
 }
 
-/// Per-expert maps of row tensors: [tensor][expert], from a map, a base and bytes a row each.
+/// Per-expert maps of row tensors, [tensor][expert], from a map, a base and bytes a row each; and
+/// counters of tiles.
 constexpr int kMaxRowTensors = 6;
 struct MapParams {
   CUtensorMap whole[kMaxRowTensors];
   const unsigned char* base[kMaxRowTensors];
   int64_t row_bytes[kMaxRowTensors];
   CUtensorMap* to;
+  int* next;  // [kCounters]
   const int64_t* offsets;
   int experts;
 };
+constexpr int kCounters = 4;  // one a product
 /// grid (experts, tensors), one warp each.
 static __global__ void map_kernel(const __grid_constant__ MapParams p) {
   __shared__ alignas(128) uint32_t map[32];
   const int expert = blockIdx.x, tensor = blockIdx.y, lane = threadIdx.x;
+  if (expert == 0 && tensor == 0 && lane < kCounters) p.next[lane] = 0;
   map[lane] = reinterpret_cast<const uint32_t*>(&p.whole[tensor])[lane];
   __syncwarp();
   if (lane == 0) {

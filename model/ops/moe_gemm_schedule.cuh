@@ -30,7 +30,10 @@ constexpr int kStages = 4;
 constexpr int kStagingAt = kStages * kStageBytes;
 constexpr int kFullAt = kStagingAt + 4 * kSlabBytes;
 constexpr int kEmptyAt = kFullAt + kStages * 8;
-constexpr int kFirstAt = kEmptyAt + kStages * 8;
+constexpr int kTurns = 2;  // tiles handed out ahead
+constexpr int kTurnFullAt = kEmptyAt + kStages * 8, kTurnEmptyAt = kTurnFullAt + kTurns * 8;
+constexpr int kTurnAt = kTurnEmptyAt + kTurns * 8;
+constexpr int kFirstAt = kTurnAt + kTurns * 4;
 constexpr int kSharedBytes = kFirstAt + (kMaxExperts + 1) * 4;
 
 struct ProductParams {
@@ -41,6 +44,7 @@ struct ProductParams {
   const CUtensorMap* kept;    // [E] products: kGateUp writes them, kHidden reads them
   const CUtensorMap* hidden;  // [E] h: kGateUp and kHidden write it
   const int64_t* offsets;
+  int* next;  // 0 at launch: next tile to hand out
   int experts;
   int outer;         // kWeights: rows of the result, else 0
   int column_tiles;  // of the result; kGateUp: of 128 gate and 128 up columns
@@ -102,17 +106,20 @@ LOCKSTEP_DEVICE void count_tiles(const ProductParams& p, int* first, int lane) {
   if (lane == 0) first[p.experts] = before;
 }
 
-/// The tiles of this cluster.
+/// From the index of a tile to the tile; indices must not decrease.
 class Walk {
  public:
   LOCKSTEP_DEVICE Walk(const ProductParams& p, const int* first, int rank)
-      : p_(p), first_(first), rank_(rank), index_(static_cast<int>(blockIdx.x / 2)) {
-    find();
-  }
-  LOCKSTEP_DEVICE bool more() const { return index_ < first_[p_.experts]; }
-  LOCKSTEP_DEVICE void next() {
-    index_ += static_cast<int>(gridDim.x / 2);
-    find();
+      : p_(p), first_(first), rank_(rank) {}
+  /// False: there is no such tile, nor any later one.
+  LOCKSTEP_DEVICE bool at(int index) {
+    if (index >= first_[p_.experts]) return false;
+    int e = expert_ < 0 ? 0 : expert_;
+    while (index >= first_[e + 1]) ++e;
+    if (e != expert_) rows_ = rows_of(p_, e);
+    expert_ = e;
+    index_ = index;
+    return true;
   }
   LOCKSTEP_DEVICE int expert() const { return expert_; }
   LOCKSTEP_DEVICE int rows() const { return rows_; }
@@ -121,17 +128,65 @@ class Walk {
   }
 
  private:
-  LOCKSTEP_DEVICE void find() {
-    if (!more()) return;
-    int e = expert_ < 0 ? 0 : expert_;
-    while (index_ >= first_[e + 1]) ++e;
-    if (e != expert_) rows_ = rows_of(p_, e);
-    expert_ = e;
-  }
-
   const ProductParams& p_;
   const int* first_;
-  int rank_, index_, expert_ = -1, rows_ = 0;
+  int rank_, index_ = 0, expert_ = -1, rows_ = 0;
+};
+
+/// Tiles are handed out in order, so that those at work at one time are neighbours and share
+/// operands in L2. Block 0 of a cluster draws the next index and sends it to both blocks; each
+/// reader (the copying thread and the math warps) says when it has read a turn.
+struct Turns {
+  int slot = 0;
+  uint32_t parity = 0;
+
+  LOCKSTEP_DEVICE static uint32_t full(uint32_t shared, int s) {
+    return shared + kTurnFullAt + s * 8;
+  }
+  LOCKSTEP_DEVICE static uint32_t empty(uint32_t shared, int s) {
+    return shared + kTurnEmptyAt + s * 8;
+  }
+  LOCKSTEP_DEVICE static uint32_t at(uint32_t shared, int s) { return shared + kTurnAt + s * 4; }
+  LOCKSTEP_DEVICE static void init(uint32_t shared) {
+    for (int s = 0; s < kTurns; ++s) {
+      barrier_init(full(shared, s), 1);
+      barrier_init(empty(shared, s), 2 * (8 + 1));
+      barrier_expect_bytes(full(shared, s), 4);
+    }
+  }
+  LOCKSTEP_DEVICE void next() {
+    if (++slot == kTurns) slot = 0, parity ^= 1;
+  }
+  /// Block 0, one thread.
+  LOCKSTEP_DEVICE static void hand_out(const ProductParams& p, const int* first, uint32_t shared) {
+    const int count = first[p.experts];
+    for (Turns t;; t.next()) {
+      barrier_wait(empty(shared, t.slot), t.parity ^ 1);
+      const int index = atomicAdd(p.next, 1);
+      for (int rank = 0; rank < 2; ++rank)
+        store_shared_at(at(shared, t.slot), index, full(shared, t.slot), rank);
+      if (index >= count) return;
+    }
+  }
+  /// The copying thread.
+  LOCKSTEP_DEVICE int take(uint32_t shared) {
+    barrier_wait(full(shared, slot), parity);
+    const int index = static_cast<int>(load_shared4(at(shared, slot)));
+    barrier_expect_bytes(full(shared, slot), 4);  // of the turn after the next
+    barrier_arrive_at(empty(shared, slot), 0, 1);
+    next();
+    return index;
+  }
+  /// A math warp.
+  LOCKSTEP_DEVICE int take_warp(uint32_t shared, int lane) {
+    barrier_wait(full(shared, slot), parity);
+    const int index = static_cast<int>(load_shared4(at(shared, slot)));
+    __syncwarp();
+    if (lane == 0) barrier_arrive_at(empty(shared, slot), 0, 1);
+    __syncwarp();
+    next();
+    return index;
+  }
 };
 
 /// Position in the ring of stages.
