@@ -160,10 +160,6 @@ LOCKSTEP_DEVICE void copy16(uint32_t destination, const void* source, bool valid
                "r"(valid ? 16 : 0)
                : "memory");
 }
-LOCKSTEP_DEVICE void copy4(uint32_t destination, const void* source) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(destination), "l"(source)
-               : "memory");
-}
 /// This thread's arrival at `bar` (counted on initialisation) once its copies so far have landed.
 LOCKSTEP_DEVICE void copy_arrive(uint32_t bar) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
@@ -377,6 +373,21 @@ LOCKSTEP_DEVICE void wgmma_64_shared(float (&d)[32], uint64_t a, uint64_t b, boo
       "%25,%26,%27,%28,%29,%30,%31}, %32, %33, p, 1, 1, 0, 1;\n}\n"
       : LOCKSTEP_D8(d, 0), LOCKSTEP_D8(d, 8), LOCKSTEP_D8(d, 16), LOCKSTEP_D8(d, 24)
       : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
+}
+
+/// d[64x128] += a[64x16] b[16x128]; a in shared memory contraction-major, b outer-major.
+LOCKSTEP_DEVICE void wgmma_128_shared(float (&d)[64], uint64_t a, uint64_t b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " LOCKSTEP_WGMMA_128_D
+               ", %64, %65, 1, 1, 1, 0, 1;\n"
+               : LOCKSTEP_D8(d, 0),
+                 LOCKSTEP_D8(d, 8),
+                 LOCKSTEP_D8(d, 16),
+                 LOCKSTEP_D8(d, 24),
+                 LOCKSTEP_D8(d, 32),
+                 LOCKSTEP_D8(d, 40),
+                 LOCKSTEP_D8(d, 48),
+                 LOCKSTEP_D8(d, 56)
+               : "l"(a), "l"(b));
 }
 
 template <int kRegisters>

@@ -1,0 +1,88 @@
+#include <cuda_runtime.h>
+
+#include <algorithm>
+
+#include "model/ops/sparse_mla_cuda.hpp"
+#include "model/ops/sparse_mla_forward_kernel.cuh"
+
+namespace lockstep::model {
+namespace {
+
+MlaCudaResult bad(const char* detail) { return {MlaCudaStatus::kBadArgument, 0, detail}; }
+MlaCudaResult failed(cudaError_t e) {
+  return {MlaCudaStatus::kCudaError, static_cast<int>(e), cudaGetErrorString(e)};
+}
+bool misaligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 != 0; }
+
+MlaCudaResult check(const SparseMlaForwardArgs& a) {
+  if (a.tokens < 0 || a.keys < 0 || a.width < 0) return bad("tokens, keys and width must be >= 0");
+  if (a.tokens >= int64_t{1} << 31 || a.keys >= int64_t{1} << 31 || a.width >= int64_t{1} << 31)
+    return bad("tokens, keys and width must stay below 2^31: split the batch");
+  if (a.heads < 1 || a.heads > mla::kHeads) return bad("heads must be 1 to 64: split them");
+  if (!(a.scale > 0.0f)) return bad("scale must be positive");
+  if (a.tokens == 0) return {};
+  if (a.q_THR == nullptr || a.a_THR == nullptr) return bad("q or a is null");
+  if (a.width > 0 && a.selection_TW == nullptr) return bad("selection is null");
+  if (a.width > 0 && a.keys > 0 && a.latent_SR == nullptr) return bad("latent is null");
+  if (misaligned(a.q_THR) || misaligned(a.latent_SR) || misaligned(a.a_THR))
+    return bad("q, latent and a: 16-byte alignment");
+  if (a.a_THR == a.q_THR) return bad("a may not overlap q");
+  return {};
+}
+
+}  // namespace
+
+size_t sparse_mla_forward_workspace_bytes(int64_t tokens) {
+  return static_cast<size_t>(tokens) * sizeof(int32_t);
+}
+
+MlaCudaResult sparse_mla_forward(const SparseMlaForwardArgs& a,
+                                 void* workspace,
+                                 size_t workspace_bytes,
+                                 CUstream_st* stream) {
+  if (const MlaCudaResult result = check(a); !result) return result;
+  if (a.tokens == 0) return {};
+  int device = 0, major = 0, multiprocessors = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  const auto query = [&](int* value, cudaDeviceAttr what) {
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(value, what, device);
+  };
+  query(&major, cudaDevAttrComputeCapabilityMajor);
+  query(&multiprocessors, cudaDevAttrMultiProcessorCount);
+  if (error != cudaSuccess) return failed(error);
+  if (major != 9)
+    return {MlaCudaStatus::kUnsupportedDevice, 0, "needs compute capability 9.0 (sm_90a code)"};
+  if (workspace == nullptr || workspace_bytes < sparse_mla_forward_workspace_bytes(a.tokens))
+    return {MlaCudaStatus::kWorkspaceTooSmall,
+            0,
+            "allocate sparse_mla_forward_workspace_bytes(tokens)"};
+  if (reinterpret_cast<uintptr_t>(workspace) % 128 != 0)
+    return bad("workspace must be 128-byte aligned");
+
+  mla::ForwardParams p{};
+  p.tokens = a.tokens;
+  p.keys = static_cast<uint32_t>(a.keys);
+  p.width = static_cast<int>(a.width);
+  p.heads = a.heads;
+  p.q = a.q_THR;
+  p.latent = a.latent_SR;
+  p.selection = a.selection_TW;
+  p.tiles = static_cast<int32_t*>(workspace);
+  p.exponent_scale = a.scale * 1.44269504088896340736f;
+  p.a = a.a_THR;
+  p.lse = a.lse_TH;
+
+  constexpr int kBytes = sizeof(mla::ForwardShared);
+  error = cudaFuncSetAttribute(
+      mla::forward_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  if (error != cudaSuccess) return failed(error);
+  const auto counting = static_cast<unsigned>((a.tokens + mla::kCountWarps - 1) / mla::kCountWarps);
+  mla::count_tiles<<<counting, 32 * mla::kCountWarps, 0, stream>>>(p);
+  if (error = cudaGetLastError(); error != cudaSuccess) return failed(error);
+  const auto blocks = static_cast<unsigned>(std::min<int64_t>(a.tokens, multiprocessors));
+  mla::forward_kernel<<<blocks, mla::kForwardThreads, kBytes, stream>>>(p);
+  error = cudaGetLastError();
+  return error == cudaSuccess ? MlaCudaResult{} : failed(error);
+}
+
+}  // namespace lockstep::model
