@@ -3,6 +3,7 @@
 #include "model/ops/conv_core.hpp"
 #include "model/ops/kda_dispatch.hpp"
 #include "model/ops/norm_core.hpp"
+#include "model/ops/weight_support.hpp"
 
 namespace lockstep::model {
 namespace {
@@ -40,6 +41,46 @@ ConvCall<typename T::S, typename T::R> call_of(
   return {w.size(1), w.size(0), data<S>(x), x.stride(0), data<S>(halo), data<R>(w), product_form};
 }
 
+/// Blocks of rows as segments: which start a segment, and which rows lie before the others.
+struct Tiles {
+  int64_t count = 0;
+  Tensor first, segment_of_first;  ///< int64 [N]
+  Tensor inner;                    ///< int64 [M]
+  Tensor before;                   ///< int64 [M * depth]: rows before each inner block
+
+  Tiles(const std::vector<int64_t>& bounds, const std::vector<int64_t>& cu, int64_t depth)
+      : count(static_cast<int64_t>(bounds.size()) - 1) {
+    std::vector<int64_t> first_list, segment_list, inner_list, before_list;
+    size_t segment = 0;
+    for (size_t i = 0; i + 1 < bounds.size(); ++i) {
+      const int64_t begin = bounds[i];
+      while (segment + 2 < cu.size() && cu[segment + 1] <= begin) ++segment;
+      const int64_t inside = begin - cu[segment];
+      LOCKSTEP_CHECK(bounds[i + 1] <= cu[segment + 1] && (inside == 0 || inside >= depth),
+                     kShape,
+                     "conv_silu: block [{}, {}) must lie in one segment, {} rows or none after its "
+                     "start, but segment {} is [{}, {})",
+                     begin,
+                     bounds[i + 1],
+                     depth,
+                     segment,
+                     cu[segment],
+                     cu[segment + 1]);
+      if (inside == 0) {
+        first_list.push_back(static_cast<int64_t>(i));
+        segment_list.push_back(static_cast<int64_t>(segment));
+        continue;
+      }
+      inner_list.push_back(static_cast<int64_t>(i));
+      for (int64_t row = begin - depth; row < begin; ++row) before_list.push_back(row);
+    }
+    first = at::tensor(first_list, at::kLong);
+    segment_of_first = at::tensor(segment_list, at::kLong);
+    inner = at::tensor(inner_list, at::kLong);
+    before = at::tensor(before_list, at::kLong);
+  }
+};
+
 struct ConvFunction : torch::autograd::Function<ConvFunction> {
   static Tensor forward(AutogradContext* ctx,
                         const Tensor& x_in,
@@ -48,7 +89,8 @@ struct ConvFunction : torch::autograd::Function<ConvFunction> {
                         const std::vector<int64_t>& cu,
                         int64_t width,
                         bool round_weight,
-                        bool product_form) {
+                        bool product_form,
+                        const Weight& exact) {
     const ConvMode mode{static_cast<Width>(width), round_weight, product_form};
     const Tensor halo_in = halo_arg.value_or(Tensor());
     ctx->save_for_backward({x_in, weight, halo_in});
@@ -56,6 +98,7 @@ struct ConvFunction : torch::autograd::Function<ConvFunction> {
     ctx->saved_data["width"] = width;
     ctx->saved_data["round_weight"] = round_weight;
     ctx->saved_data["product_form"] = product_form;
+    stash(ctx, exact);
     const Tensor x = rows_of(x_in), w = weight_as_used(weight, mode);
     const Tensor halo = halo_in.defined() ? halo_in.contiguous() : halo_in;
     Tensor y = at::empty(x.sizes(), x.options());
@@ -75,7 +118,15 @@ struct ConvFunction : torch::autograd::Function<ConvFunction> {
     const Tensor x = rows_of(saved[0]), w = weight_as_used(saved[1], mode);
     const Tensor halo = saved[2].defined() ? saved[2].contiguous() : saved[2];
     const Tensor dy = grads[0].to(x.scalar_type()).contiguous();
-    const auto blocks = conv_blocks(ctx->saved_data["cu"].toIntVector());
+    const Weight& exact = stashed<Weight>(ctx);
+    const std::vector<int64_t> cu = ctx->saved_data["cu"].toIntVector();
+    if (exact.blocks != nullptr) {
+      variable_list result = backward_of_tiles(x, w, halo, dy, cu, mode, exact);
+      if (!exact.sum.defined()) result[1] = result[1].to(saved[1].scalar_type());
+      result.resize(8);
+      return result;
+    }
+    const auto blocks = conv_blocks(cu);
     Tensor dx = at::empty(x.sizes(), x.options()), dw = at::empty_like(w), dhalo;
     if (halo.defined()) dhalo = at::zeros_like(halo);
     by_width(mode.width, [&](auto types) {
@@ -97,7 +148,73 @@ struct ConvFunction : torch::autograd::Function<ConvFunction> {
             Tensor(),
             Tensor(),
             Tensor(),
+            Tensor(),
             Tensor()};
+  }
+
+ private:
+  /// dx, dw [C, W], dhalo with every block as a segment of its own.
+  static variable_list backward_of_tiles(const Tensor& x,
+                                         const Tensor& w,
+                                         const Tensor& halo,
+                                         const Tensor& dy,
+                                         const std::vector<int64_t>& cu,
+                                         const ConvMode& mode,
+                                         const Weight& exact) {
+    const std::vector<int64_t>& bounds = *exact.blocks;
+    const int64_t depth = w.size(0) - 1, channels = w.size(1);
+    const Tiles tiles(bounds, cu, depth);
+    Tensor tile_halo = at::zeros({tiles.count, depth, channels}, x.options());
+    const auto copy_rows = [](const Tensor& to, const Tensor& at, const Tensor& rows) {
+      if (at.numel() > 0) to.index_copy_(0, at, rows);
+    };
+    copy_rows(tile_halo,
+              tiles.inner,
+              x.index_select(0, tiles.before).view({tiles.inner.size(0), depth, channels}));
+    if (halo.defined())
+      copy_rows(tile_halo, tiles.first, halo.index_select(0, tiles.segment_of_first));
+
+    const auto blocks = conv_blocks(bounds);
+    const auto count = static_cast<int64_t>(blocks.size());
+    Tensor dx = at::empty(x.sizes(), x.options()), dtile_halo = at::zeros_like(tile_halo), dw;
+    by_width(mode.width, [&](auto types) {
+      using S = typename decltype(types)::S;
+      using R = typename decltype(types)::R;
+      Tensor partial = at::empty({count, w.numel()}, w.options());
+      conv_backward(call_of(types, x, w, tile_halo, mode.product_form),
+                    blocks,
+                    data<S>(dy),
+                    mutable_data<S>(dx),
+                    mutable_data<S>(dtile_halo),
+                    mutable_data<R>(partial));
+      if constexpr (std::is_same_v<R, float>) {
+        if (exact.sum.defined()) {
+          const ExactSum by_tap(w.sizes(), "conv_silu: weight gradient");
+          const float peak =
+              exact_merge(count, w.numel(), data<R>(partial), by_tap.high(), by_tap.low());
+          double *high = exact.sum.high(), *low = exact.sum.low();
+          for (int64_t j = 0; j <= depth; ++j) {
+            for (int64_t c = 0; c < channels; ++c) {
+              high[c * (depth + 1) + j] += by_tap.high()[j * channels + c];
+              low[c * (depth + 1) + j] += by_tap.low()[j * channels + c];
+            }
+          }
+          exact.sum.note(count, peak);
+          return;
+        }
+      }
+      dw = at::empty_like(w);
+      merge_partials(count, w.numel(), data<R>(partial), mutable_data<R>(dw));
+    });
+    const Tensor from_next =
+        dtile_halo.index_select(0, tiles.inner).view({tiles.before.size(0), channels});
+    copy_rows(dx, tiles.before, dx.index_select(0, tiles.before) + from_next);
+    Tensor dhalo;
+    if (halo.defined()) {
+      dhalo = at::zeros_like(halo);
+      copy_rows(dhalo, tiles.segment_of_first, dtile_halo.index_select(0, tiles.first));
+    }
+    return {dx, dw.defined() ? dw.t().contiguous() : dw, dhalo};
   }
 };
 
@@ -126,19 +243,21 @@ void check(const Tensor& x,
 }  // namespace
 
 Tensor conv_silu(const Tensor& x,
-                 const Tensor& weight,
+                 const Weight& weight,
                  std::span<const int64_t> cu,
                  const Tensor& halo,
                  const Numerics& num) {
-  check(x, weight, cu, halo, num);
+  check(x, weight.value, cu, halo, num);
+  check_exact(weight, x.size(0), num, "conv_silu: weight");
   const ConvMode mode = mode_of(num);
   return ConvFunction::apply(x,
-                             weight,
+                             weight.value,
                              present(halo),
                              std::vector<int64_t>(cu.begin(), cu.end()),
                              static_cast<int64_t>(mode.width),
                              mode.round_weight,
-                             mode.product_form);
+                             mode.product_form,
+                             Weight(Tensor(), weight.sum, weight.blocks));
 }
 
 Tensor conv_silu_reference(const Tensor& x,

@@ -3,6 +3,7 @@
 
 #include <span>
 
+#include "model/base/weight.hpp"
 #include "model/config/numerics.hpp"
 
 namespace lockstep::model {
@@ -13,8 +14,12 @@ namespace lockstep::model {
 /// where the document starts later; undefined means zeros. Returns [T, C] act. numerics: sum in acc
 /// from 0 in order j = 0..W-1, D16 silu form, one rounding. Gradients for x, weight and halo.
 /// Segments may be empty or shorter than W-1.
+/// With weight.blocks (which start where segments do and have W-1 rows at least where a segment
+/// goes on; kShape otherwise), the gradient of x is that of the taps inside its block, rounded,
+/// plus that of the taps from the next block, rounded: what a cut between the blocks gives. With
+/// weight.sum, a block's gradient of the weight is one chain, and blocks are added exactly.
 Tensor conv_silu(const Tensor& x,
-                 const Tensor& weight,
+                 const Weight& weight,
                  std::span<const int64_t> cu,
                  const Tensor& halo,
                  const Numerics& num);

@@ -1,5 +1,6 @@
 #include "model/ops/head.hpp"
 
+#include "model/ops/exact_rows.hpp"
 #include "model/ops/head_kernels.hpp"
 #include "model/ops/linear.hpp"
 #include "model/ops/op_support.hpp"
@@ -59,16 +60,36 @@ struct HeadInfo {
   HeadOptions options;
   at::ScalarType acc;
   Tensor labels;
+  ExactSum sum;  ///< with blocks: where the weight's gradient goes
+  RowBlocks blocks;
 };
 
-/// Calls body(chunk's form, first token) for runs of token_chunk tokens.
+/// Calls body(chunk's form, first token) for runs of token_chunk tokens; of whole blocks with an
+/// exact sum.
 template <typename F>
 void for_each_chunk(const HeadInfo& info, F&& body) {
-  for (int64_t t = 0; t < info.form.tokens; t += info.options.token_chunk) {
+  const int64_t T = info.form.tokens, step = info.options.token_chunk;
+  for (int64_t t = 0, end; t < T; t = end) {
+    end = info.sum.defined() ? block_run_end(*info.blocks, t, step) : std::min(T, t + step);
     HeadForm chunk = info.form;
-    chunk.tokens = std::min(info.options.token_chunk, info.form.tokens - t);
+    chunk.tokens = end - t;
     body(chunk, t);
   }
+}
+
+/// dW of one chunk, added exactly.
+void add_exactly(
+    const HeadInfo& info, const HeadForm& chunk, int64_t t, const float* dlogits, const float* h) {
+  const std::vector<int64_t> blocks = blocks_between(*info.blocks, t, t + chunk.tokens);
+  info.sum.note(static_cast<int64_t>(blocks.size()),
+                exact_product_parallel(chunk.vocab,
+                                       chunk.width,
+                                       blocks,
+                                       dlogits,
+                                       chunk.vocab,
+                                       h,
+                                       chunk.width,
+                                       {info.sum.high(), info.sum.low(), chunk.width}));
 }
 
 template <typename F>
@@ -112,9 +133,13 @@ class LogprobFunction : public torch::autograd::Function<LogprobFunction> {
     const bool need_h = ctx->needs_input_grad(0), need_weight = ctx->needs_input_grad(1);
     Tensor dh, dweight;
     if (need_h) dh = at::empty({T, D}, h.options());
-    if (need_weight)
+    const bool exact = info.sum.defined();
+    if (need_weight && !exact)
       dweight = T > 0 ? at::empty({V, D}, h.options()) : at::zeros({V, D}, h.options());
-    const Tensor dlogits = at::empty({std::min(T, info.options.token_chunk), V}, h.options());
+    int64_t longest = 0;
+    for_each_chunk(
+        info, [&](const HeadForm& chunk, int64_t) { longest = std::max(longest, chunk.tokens); });
+    const Tensor dlogits = at::empty({longest, V}, h.options());
     with_acc(info.acc, [&]<typename A>() {
       for_each_chunk(info, [&](const HeadForm& chunk, int64_t t) {
         head_logit_gradient<A>(chunk,
@@ -138,14 +163,17 @@ class LogprobFunction : public torch::autograd::Function<LogprobFunction> {
                               D,
                               info.form.tiles);
         }
-        if (need_weight) {
+        if constexpr (std::is_same_v<A, float>) {
+          if (exact) add_exactly(info, chunk, t, cdata<A>(dlogits), cdata<A>(h) + t * D);
+        }
+        if (need_weight && !exact) {
           head_weight_gradient<A>(
               chunk, cdata<A>(dlogits), cdata<A>(h) + t * D, t > 0, data<A>(dweight));
         }
       });
     });
     return {need_h ? dh.to(saved[0].scalar_type()) : Tensor(),
-            need_weight ? dweight.to(saved[1].scalar_type()) : Tensor(),
+            need_weight && !exact ? dweight.to(saved[1].scalar_type()) : Tensor(),
             {}};
   }
 };
@@ -163,13 +191,16 @@ Tensor reference_logits(const Tensor& h,
 }  // namespace
 
 HeadOutput head_logprobs(const Tensor& h,
-                         const Tensor& weight,
+                         const Weight& weight,
                          const Tensor& labels,
                          const HeadOptions& options,
                          const Numerics& num) {
-  const HeadForm form = check_head(h, weight, labels, options, num);
+  const HeadForm form = check_head(h, weight.value, labels, options, num);
+  check_exact(weight, h.size(0), num, "head: weight");
   const auto out = LogprobFunction::apply(
-      h.contiguous(), weight, HeadInfo{form, options, num.acc(), labels.contiguous()});
+      h.contiguous(),
+      weight.value,
+      HeadInfo{form, options, num.acc(), labels.contiguous(), weight.sum, weight.blocks});
   return {out[0], options.entropy ? out[1] : Tensor()};
 }
 

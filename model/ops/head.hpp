@@ -2,6 +2,7 @@
 // asked for.
 #pragma once
 
+#include "model/base/weight.hpp"
 #include "model/config/numerics.hpp"
 
 namespace lockstep::model {
@@ -24,9 +25,10 @@ struct HeadOptions {
 /// gradient of rounded logits is rounded; dW is summed in acc over all tokens and rounded once.
 /// Tokens without gradient cost nothing in backward where 128 neighbours have none. Peak memory in
 /// backward: token_chunk * V acc, plus W in acc if it is narrower. Throws kShape, kConfig, kInput
-/// (label outside [-1, V)).
+/// (label outside [-1, V)). With weight.sum, dW is one chain per block of weight.blocks, added
+/// exactly.
 HeadOutput head_logprobs(const Tensor& h,
-                         const Tensor& weight,
+                         const Weight& weight,
                          const Tensor& labels,
                          const HeadOptions& options,
                          const Numerics& num);

@@ -17,7 +17,9 @@ struct PreInfo {
   HcProjection how;
   HcParams params;
   Numerics num;
-  Tensor unrounded;  ///< [T, n, D] acc, contiguous, or undefined
+  Tensor unrounded;                  ///< [T, n, D] acc, contiguous, or undefined
+  ExactSum fn, base, scale, weight;  ///< all or none
+  RowBlocks blocks;
 };
 
 /// fn as the projection multiplies with it: [terms, P, n D].
@@ -104,6 +106,10 @@ class PreFunction : public torch::autograd::Function<PreFunction> {
     Tensor dx = at::empty_like(x), dbase = at::empty_like(base), dscale = at::empty_like(scale),
            dweight = at::empty_like(weight), dfn;
     if (ctx->needs_input_grad(1)) dfn = at::empty_like(fn);
+    if (info.fn.defined()) {
+      backward_exactly(info, saved, dx_normed, dpost, dcomb, dx);
+      return {dx, {}, {}, {}, {}, {}};
+    }
     with_width(info.num, [&]<typename W>() {
       using A = typename W::Acc;
       hc_pre_backward<W>(
@@ -120,6 +126,51 @@ class PreFunction : public torch::autograd::Function<PreFunction> {
            .dnorm_weight = data<A>(dweight)});
     });
     return {dx, dfn, dbase, dscale, dweight, {}};
+  }
+
+ private:
+  static void backward_exactly(const PreInfo& info,
+                               const variable_list& saved,
+                               const Tensor& dx_normed,
+                               const Tensor& dpost,
+                               const Tensor& dcomb,
+                               const Tensor& dx) {
+    const int64_t P = info.shape.num_logits(), rest = P + 3 + info.shape.width;
+    ExactRow fn(info.fn.high(), info.fn.low());
+    std::vector<double> high(static_cast<size_t>(rest)), low(high);
+    ExactRow other(high.data(), low.data());
+    const HcExactSums exact{*info.blocks, &fn, &other};
+    with_width(info.num, [&]<typename W>() {
+      using A = typename W::Acc;
+      hc_pre_backward<W>(pre_inputs<W>(info,
+                                       saved[0],
+                                       saved[1],
+                                       projection_terms(saved[1], info.how),
+                                       saved[2],
+                                       saved[3],
+                                       saved[4]),
+                         {.m = cdata<A>(saved[5]),
+                          .r = cdata<A>(saved[6]),
+                          .dx_normed = cdata<typename W::Act>(dx_normed),
+                          .dpost = cdata<A>(dpost),
+                          .dcomb = cdata<A>(dcomb),
+                          .dx = data<typename W::Act>(dx),
+                          .dfn = nullptr,
+                          .dbase = nullptr,
+                          .dscale = nullptr,
+                          .dnorm_weight = nullptr,
+                          .exact = &exact});
+    });
+    info.fn.note(num_blocks(info.blocks), fn.peak());
+    size_t at = 0;
+    for (const ExactSum* sum : {&info.base, &info.scale, &info.weight}) {
+      double *to_high = sum->high(), *to_low = sum->low();
+      for (int64_t i = 0; i < sum->sizes()[0]; ++i, ++at) {
+        to_high[i] += high[at];
+        to_low[i] += low[at];
+      }
+      sum->note(info.shape.tokens, other.peak());
+    }
   }
 };
 
@@ -181,6 +232,21 @@ class PostFunction : public torch::autograd::Function<PostFunction> {
   }
 };
 
+class CopyFunction : public torch::autograd::Function<CopyFunction> {
+ public:
+  static Tensor forward(AutogradContext* ctx, const Tensor& x_TD, int64_t n, const Numerics& num) {
+    stash(ctx, num);
+    return x_TD.unsqueeze(1).expand({x_TD.size(0), n, x_TD.size(1)}).contiguous();
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    const Numerics& num = stashed<Numerics>(ctx);
+    Tensor sum = grads[0].select(1, 0).to(num.acc());
+    for (int64_t i = 1; i < grads[0].size(1); ++i) sum = sum + grads[0].select(1, i).to(num.acc());
+    return {sum.to(num.act()), {}, {}};
+  }
+};
+
 class MeanFunction : public torch::autograd::Function<MeanFunction> {
  public:
   static Tensor forward(AutogradContext* ctx, const Tensor& x_TnD, const Numerics& num) {
@@ -220,27 +286,40 @@ class MeanFunction : public torch::autograd::Function<MeanFunction> {
 }  // namespace
 
 HcPre hc_pre(const Tensor& x,
-             const Tensor& fn,
-             const Tensor& base,
-             const Tensor& scale,
-             const Tensor& norm_weight,
+             const Weight& fn_weight,
+             const Weight& base_weight,
+             const Weight& scale_weight,
+             const Weight& norm,
              const HcParams& params,
              const Numerics& num,
              const Tensor& unrounded) {
+  const Tensor &fn = fn_weight.value, &base = base_weight.value, &scale = scale_weight.value,
+               &norm_weight = norm.value;
   const HcShape shape = check_hc_pre(x, fn, base, scale, norm_weight, params, num, unrounded);
+  for (const Weight* w : {&fn_weight, &base_weight, &scale_weight, &norm}) {
+    check_exact(*w, x.size(0), num, "hc_pre: weight");
+    LOCKSTEP_CHECK(w->sum.defined() == fn_weight.sum.defined(),
+                   kShape,
+                   "hc_pre: all weights must have exact sums or none");
+  }
   const bool bf16_base = num.rounds<Switch::kHcBaseScale>("bf16");
   const bool bf16_weight = num.rounds<Switch::kNormWeights>("bf16");
-  const auto results = PreFunction::apply(
-      x.contiguous(),
-      param_as_used(fn, num.rounds<Switch::kHcFn>("bf16"), num).contiguous(),
-      param_as_used(base, bf16_base, num).contiguous(),
-      param_as_used(scale, bf16_base, num).contiguous(),
-      param_as_used(norm_weight, bf16_weight, num).contiguous(),
-      PreInfo{shape,
-              hc_projection(shape, num),
-              params,
-              num,
-              unrounded.defined() ? unrounded.detach().contiguous() : unrounded});
+  const auto results =
+      PreFunction::apply(x.contiguous(),
+                         param_as_used(fn, num.rounds<Switch::kHcFn>("bf16"), num).contiguous(),
+                         param_as_used(base, bf16_base, num).contiguous(),
+                         param_as_used(scale, bf16_base, num).contiguous(),
+                         param_as_used(norm_weight, bf16_weight, num).contiguous(),
+                         PreInfo{shape,
+                                 hc_projection(shape, num),
+                                 params,
+                                 num,
+                                 unrounded.defined() ? unrounded.detach().contiguous() : unrounded,
+                                 fn_weight.sum,
+                                 base_weight.sum,
+                                 scale_weight.sum,
+                                 norm.sum,
+                                 fn_weight.blocks});
   return {results[0], results[1], results[2]};
 }
 
@@ -266,6 +345,12 @@ Tensor hc_post_unrounded(
                        data<typename W::Acc>(out));
   });
   return out;
+}
+
+Tensor hc_copy(const Tensor& x, int64_t n, const Numerics& num) {
+  check_shape(x, {-1, -1}, "hc_copy: x");
+  check_dtype(x, num.act(), "hc_copy: x");
+  return CopyFunction::apply(x, n, num);
 }
 
 Tensor hc_mean(const Tensor& x, const Numerics& num) {

@@ -14,6 +14,7 @@
 // in order: no result depends on the number of threads.
 #pragma once
 
+#include "model/base/weight.hpp"
 #include "model/config/numerics.hpp"
 
 namespace lockstep::model {
@@ -37,13 +38,15 @@ struct HcPre {
 /// D13 (rounding of parameters); D04 (normalise, then project, or the reverse); D05 (operands of
 /// the projection: fp32; tf32 = both rounded to 10 mantissa bits; bf16x3 = fn as three bf16 terms,
 /// smallest product added first); D06 (one sum; fixed = 8 slices; by-tokens: hc_projection_slices);
-/// u rounded; D12; D11. D05 has no effect in float64. Throws kShape, kConfig (iterations, eps).
+/// u rounded; D12; D11. D05 has no effect in float64. With exact sums (of all four weights or of
+/// none), fn's gradient is one chain per block of fn.blocks, the others' one number per token, all
+/// added exactly. Throws kShape, kConfig (iterations, eps).
 /// Cost: reads x twice, 48 n D flops a token.
 HcPre hc_pre(const Tensor& x,
-             const Tensor& fn,
-             const Tensor& base,
-             const Tensor& scale,
-             const Tensor& norm_weight,
+             const Weight& fn,
+             const Weight& base,
+             const Weight& scale,
+             const Weight& norm_weight,
              const HcParams& params,
              const Numerics& num,
              const Tensor& unrounded = {});
@@ -79,6 +82,10 @@ Tensor hc_post_unrounded(
 
 /// Whether D07 wants `unrounded` streams for a call of that many tokens (bf16 only).
 bool hc_wants_unrounded(int64_t tokens, const Numerics& num);
+
+/// x [T, D] act copied to n streams, [T, n, D]. Gradient: the sum over streams in order, in acc,
+/// rounded once.
+Tensor hc_copy(const Tensor& x, int64_t n, const Numerics& num);
 
 /// Mean of the n streams, [T, n, D] -> [T, D] act. numerics: D58 (one rounding after an acc mean,
 /// or rounded additions in stream order and a rounded division).

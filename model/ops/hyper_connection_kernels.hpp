@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "model/base/scalar.hpp"
+#include "model/ops/exact_rows.hpp"
 #include "model/ops/linear_tiles.hpp"
 
 namespace lockstep::model {
@@ -59,6 +60,13 @@ struct HcPreOutputs {
 template <typename W>
 void hc_pre_forward(const HcPreInputs<W>& in, const HcPreOutputs<W>& out);
 
+/// Where sums over tokens go exactly: fn [P, n D], one chain per block of tokens, and rest [P base,
+/// 3 scale, D norm_weight], token by token.
+struct HcExactSums {
+  std::span<const int64_t> bounds;
+  ExactRow *fn, *rest;
+};
+
 template <typename W>
 struct HcPreGradients {
   using Acc = typename W::Acc;
@@ -67,6 +75,7 @@ struct HcPreGradients {
   const Acc *dpost, *dcomb;
   typename W::Act* dx;
   Acc *dfn, *dbase, *dscale, *dnorm_weight;  ///< written whole; dfn may be null
+  const HcExactSums* exact = nullptr;        ///< instead of those four, which are then null
 };
 
 template <typename W>

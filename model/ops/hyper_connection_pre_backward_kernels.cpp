@@ -1,10 +1,13 @@
 // hc_pre, backward: the forward block again, then its derivative, in cache. Sums over tokens go to
 // one partial result per super block of tokens, merged in order.
+#include <algorithm>
 #include <memory>
+#include <type_traits>
 #include <vector>
 
 #include "model/base/blas.hpp"
 #include "model/base/parallel.hpp"
+#include "model/ops/chain_gemm.hpp"
 #include "model/ops/hyper_connection_block.hpp"
 
 namespace lockstep::model {
@@ -13,6 +16,7 @@ namespace {
 template <typename A>
 struct Partials {
   A *fn, *base, *scale, *weight;
+  ExactRow::Part* rest = nullptr;  ///< instead of base, scale, weight
 };
 
 template <typename W>
@@ -40,7 +44,8 @@ class BackwardBlock {
         pack_(size((2 * P_ + 4 * n_ + n_ * n_ * 2) * kPack)),
         u_(size(D_)),
         before_(size(D_)),
-        dxhat_(size(D_)) {}
+        dxhat_(size(D_)),
+        tokens_(grads.exact != nullptr ? size(kPack * (P_ + 3 + D_)) : 0) {}
 
   /// `first`: the partial sums hold nothing yet.
   void run(int64_t begin, int64_t count, bool first, const Partials<A>& sums) {
@@ -69,12 +74,14 @@ class BackwardBlock {
     hc::to_pack(grads_.m + token * P_, P_, count, m);
     mixer_.forward(m, in_.base, in_.scale, pre, post, comb);
     hc::from_pack(pre, n_, count, pre_.data() + t * n_);
+    std::fill(tokens_.begin(), tokens_.end(), A(0));
+    const int64_t rest = P_ + 3 + D_;
     for (int64_t b = 0; b < count; ++b) {
       undo_norm(x + b * K_,
                 pre_.data() + (t + b) * n_,
                 token + b,
                 du_.data() + (t + b) * D_,
-                sums.weight);
+                sums.rest != nullptr ? tokens_.data() + b * rest + P_ + 3 : sums.weight);
       for (int64_t i = 0; i < n_; ++i) {
         dpre_[size(b * n_ + i)] = dot(du_.data() + (t + b) * D_, x + b * K_ + i * D_, D_);
       }
@@ -86,6 +93,15 @@ class BackwardBlock {
     for (int64_t p = 0; p < P_; ++p) {
       const int64_t which = p < n_ ? 0 : p < 2 * n_ ? 1 : 2;
       A* d = dlogit + p * kPack;
+      if (sums.rest != nullptr) {
+        for (int64_t b = 0; b < count; ++b) {
+          A* of_token = tokens_.data() + b * rest;
+          of_token[p] = d[b];
+          of_token[P_ + which] += d[b] * m[p * kPack + b];
+          d[b] *= in_.scale[which];
+        }
+        continue;
+      }
       A base = 0, scale = 0;
       for (int64_t b = 0; b < kPack; ++b) {  // a missing token's gradient is zero
         base += d[b];
@@ -94,6 +110,10 @@ class BackwardBlock {
       }
       sums.base[p] += base;
       sums.scale[which] += scale;
+    }
+    if constexpr (std::is_same_v<A, float>) {
+      for (int64_t b = 0; sums.rest != nullptr && b < count; ++b)
+        sums.rest->add(tokens_.data() + b * rest);
     }
     hc::from_pack(dlogit, P_, count, dm_.data() + t * P_);
   }
@@ -139,19 +159,24 @@ class BackwardBlock {
     const bool copies = how.normalise_first || how.operands == HcOperands::kTf32;
     if (sums.fn != nullptr) {
       if (copies) hc::projection_operand(z, r, count, K_, how, operand_.data());
-      gemm(Op::kTranspose,
-           Op::kNone,
-           P_,
-           K_,
-           count,
-           A(1),
-           dm_.data(),
-           P_,
-           copies ? operand_.data() : z,
-           K_,
-           first ? A(0) : A(1),
-           sums.fn,
-           K_);
+      const A* operand = copies ? operand_.data() : z;
+      if (grads_.exact != nullptr) {
+        chain_gemm<A>(P_, K_, count, {dm_.data(), 1, P_}, {operand, K_}, sums.fn, K_, !first);
+      } else {
+        gemm(Op::kTranspose,
+             Op::kNone,
+             P_,
+             K_,
+             count,
+             A(1),
+             dm_.data(),
+             P_,
+             operand,
+             K_,
+             first ? A(0) : A(1),
+             sums.fn,
+             K_);
+      }
     }
     rows_product(Op::kNone,
                  count,
@@ -187,7 +212,8 @@ class BackwardBlock {
   const HcPreGradients<W>& grads_;
   int64_t n_, D_, K_, P_, block_;
   HcMixer<A> mixer_;
-  std::vector<A> widened_, operand_, dz_, dm_, du_, pre_, dpre_, pack_, u_, before_, dxhat_, dr_;
+  std::vector<A> widened_, operand_, dz_, dm_, du_, pre_, dpre_, pack_, u_, before_, dxhat_, dr_,
+      tokens_;  ///< [token of a pack][P base, 3 scale, D weight]
 };
 
 /// Tokens per partial sum: at most 64 partial sums, whatever the number of tokens.
@@ -196,10 +222,40 @@ int64_t super_block_tokens(int64_t tokens) {
   return std::max<int64_t>(256, (even_share + 63) / 64 * 64);
 }
 
+/// Blocks of tokens on all threads, each with its own part of the exact sums.
+template <typename W>
+void backward_exactly(const HcPreInputs<W>& in, const HcPreGradients<W>& grads) {
+  using A = typename W::Acc;
+  const HcExactSums& exact = *grads.exact;
+  const int64_t P = in.shape.num_logits(), K = in.shape.row(), D = in.shape.width;
+  const int64_t step = hc::block_tokens(K);
+  const auto blocks = static_cast<int64_t>(exact.bounds.size()) - 1;
+  parallel_for(0, blocks, 1, [&](int64_t b, int64_t e) {
+    BackwardBlock<W> work(in, grads);
+    std::vector<A> fn(static_cast<size_t>(P * K));
+    ExactRow::Part fn_part(P * K), rest_part(P + 3 + D);
+    for (int64_t block = b; block < e; ++block) {
+      const int64_t begin = exact.bounds[static_cast<size_t>(block)],
+                    end = exact.bounds[static_cast<size_t>(block) + 1];
+      if (begin == end) continue;
+      for (int64_t t = begin; t < end; t += step) {
+        work.run(t,
+                 std::min(step, end - t),
+                 t == begin,
+                 {fn.data(), nullptr, nullptr, nullptr, &rest_part});
+      }
+      if constexpr (std::is_same_v<A, float>) fn_part.add(fn.data());
+    }
+    exact.fn->merge(fn_part);
+    exact.rest->merge(rest_part);
+  });
+}
+
 }  // namespace
 
 template <typename W>
 void hc_pre_backward(const HcPreInputs<W>& in, const HcPreGradients<W>& grads) {
+  if (grads.exact != nullptr) return backward_exactly(in, grads);
   using A = typename W::Acc;
   const int64_t T = in.shape.tokens, P = in.shape.num_logits(), K = in.shape.row(),
                 D = in.shape.width;

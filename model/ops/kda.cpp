@@ -4,6 +4,7 @@
 #include "model/ops/kda_dispatch.hpp"
 #include "model/ops/kda_mode.hpp"
 #include "model/ops/norm_core.hpp"
+#include "model/ops/weight_support.hpp"
 
 namespace lockstep::model {
 namespace {
@@ -16,6 +17,7 @@ struct KdaPlan : torch::CustomClassHolder {
   KdaMode mode;
   Width width = Width::kFloat32;
   std::vector<int64_t> cu;
+  ExactSum a_log, dt_bias;
   bool save_states = false;
 };
 using PlanPtr = c10::intrusive_ptr<KdaPlan>;
@@ -164,6 +166,17 @@ struct KdaFunction : torch::autograd::Function<KdaFunction> {
                                       dinitial.defined() ? mutable_data<R>(dinitial) : nullptr,
                                       mutable_data<R>(ddt_partial),
                                       mutable_data<R>(da_partial)});
+      if constexpr (std::is_same_v<R, float>) {
+        if (plan->a_log.defined()) {
+          const auto add = [&](const ExactSum& sum, int64_t n, const Tensor& partial) {
+            sum.note(chunks, exact_merge(chunks, n, data<R>(partial), sum.high(), sum.low()));
+          };
+          add(plan->dt_bias, heads * dim, ddt_partial);
+          add(plan->a_log, heads, da_partial);
+          da = ddt = Tensor();
+          return;
+        }
+      }
       merge_partials(chunks, heads * dim, data<R>(ddt_partial), mutable_data<R>(ddt));
       merge_partials(chunks, heads, data<R>(da_partial), mutable_data<R>(da));
     });
@@ -172,8 +185,8 @@ struct KdaFunction : torch::autograd::Function<KdaFunction> {
             dv,
             df,
             dbeta,
-            da.to(in[5].scalar_type()),
-            ddt.to(in[6].scalar_type()),
+            da.defined() ? da.to(in[5].scalar_type()) : da,
+            ddt.defined() ? ddt.to(in[6].scalar_type()) : ddt,
             dinitial,
             Tensor()};
   }
@@ -188,6 +201,13 @@ KdaOutput kda_chunk(const KdaInput& in, const Numerics& num) {
   if (plan->mode.chunk == 0) return kda_recurrent_reference(in, num);
   plan->width = num.width();
   plan->cu = in.cu;
+  check_exact({in.a_log, in.a_log_sum, nullptr}, num, "kda: a_log");
+  check_exact({in.dt_bias, in.dt_bias_sum, nullptr}, num, "kda: dt_bias");
+  LOCKSTEP_CHECK(in.a_log_sum.defined() == in.dt_bias_sum.defined(),
+                 kShape,
+                 "kda: a_log and dt_bias must both have exact sums or neither");
+  plan->a_log = in.a_log_sum;
+  plan->dt_bias = in.dt_bias_sum;
   const auto wants_gradient = [](const Tensor& t) { return t.defined() && t.requires_grad(); };
   plan->save_states = at::GradMode::is_enabled();
   bool any = false;

@@ -4,6 +4,7 @@
 #include <optional>
 #include <vector>
 
+#include "model/base/exact_sum.hpp"
 #include "model/config/numerics.hpp"
 
 namespace lockstep::model {
@@ -15,6 +16,8 @@ struct KdaInput {
   Tensor a_log;          ///< [H] any floating dtype, like dt_bias
   Tensor dt_bias;        ///< [H * D]
   Tensor initial_state;  ///< [S, H, D, D] acc (key dim first), one per segment; undefined: zeros
+  ExactSum a_log_sum{}, dt_bias_sum{};  ///< where their gradients go, both or none: one chain for
+                                    ///< every chunk, chunks added exactly (fast form only)
   std::vector<int64_t>
       cu;  ///< segment boundaries {0, ..., T}; empty segments pass their state through unchanged
   std::optional<double> lower_bound;  ///< g = lb * sigmoid(exp(A_log) (f + dt_bias)); empty: g =

@@ -1,6 +1,7 @@
 #include "model/ops/linear.hpp"
 
 #include "model/base/parallel.hpp"
+#include "model/ops/exact_rows.hpp"
 #include "model/ops/linear_tiles.hpp"
 #include "model/ops/op_support.hpp"
 
@@ -43,8 +44,10 @@ Tensor product_as(at::ScalarType dtype,
 }
 
 struct LinearInfo {
-  at::ScalarType acc;
+  at::ScalarType acc, out;
   RowTiles rows;
+  ExactSum sum;  ///< with blocks: where the weight's gradient goes
+  RowBlocks blocks;
 };
 
 class LinearFunction : public torch::autograd::Function<LinearFunction> {
@@ -52,19 +55,17 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
   static Tensor forward(AutogradContext* ctx,
                         const Tensor& x_RK,
                         const Tensor& weight_NK,
-                        at::ScalarType acc,
-                        at::ScalarType out,
-                        RowTiles rows) {
+                        const LinearInfo& info) {
     ctx->save_for_backward({x_RK, weight_NK});
-    stash(ctx, LinearInfo{acc, rows});
-    return product_as(out,
+    stash(ctx, info);
+    return product_as(info.out,
                       Op::kNone,
                       Op::kTranspose,
-                      x_RK.to(acc).contiguous(),
-                      weight_NK.to(acc).contiguous(),
+                      x_RK.to(info.acc).contiguous(),
+                      weight_NK.to(info.acc).contiguous(),
                       x_RK.size(0),
                       weight_NK.size(0),
-                      rows);
+                      info.rows);
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
@@ -83,7 +84,19 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
                       x.size(1),
                       info.rows);
     }
-    if (ctx->needs_input_grad(1)) {
+    if (ctx->needs_input_grad(1) && info.sum.defined()) {
+      const Tensor x_acc = x.to(info.acc).contiguous();
+      const int64_t n = weight.size(0), k = weight.size(1);
+      info.sum.note(num_blocks(info.blocks),
+                    exact_product_parallel(n,
+                                           k,
+                                           *info.blocks,
+                                           cdata<float>(grad_RN),
+                                           n,
+                                           cdata<float>(x_acc),
+                                           k,
+                                           {info.sum.high(), info.sum.low(), k}));
+    } else if (ctx->needs_input_grad(1)) {
       dweight = product_as(weight.scalar_type(),
                            Op::kTranspose,
                            Op::kNone,
@@ -93,11 +106,12 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
                            weight.size(1),
                            RowTiles::kLibrary);
     }
-    return {dx, dweight, {}, {}, {}};
+    return {dx, dweight, {}};
   }
 };
 
-void check_operands(const Tensor& x, const Tensor& weight, const char* what) {
+void check_operands(const Tensor& x, const Weight& w, const char* what) {
+  const Tensor& weight = w.value;
   LOCKSTEP_CHECK(weight.defined() && weight.dim() == 2,
                  kShape,
                  "{}: weight must be [out, in], got {}",
@@ -112,7 +126,8 @@ void check_operands(const Tensor& x, const Tensor& weight, const char* what) {
                  describe(weight));
 }
 
-Tensor apply(const Tensor& x, const Tensor& weight, at::ScalarType out, const Numerics& num) {
+Tensor apply(const Tensor& x, const Weight& w, at::ScalarType out, const Numerics& num) {
+  const Tensor& weight = w.value;
   const RowTiles rows =
       num.is<Switch::kGemmRows>("fixed-tiles") ? RowTiles::kFixed : RowTiles::kLibrary;
   auto sizes = x.sizes().vec();
@@ -120,7 +135,9 @@ Tensor apply(const Tensor& x, const Tensor& weight, at::ScalarType out, const Nu
   int64_t num_rows = 1;
   for (size_t i = 0; i + 1 < sizes.size(); ++i) num_rows *= sizes[i];
   const Tensor x_RK = x.reshape({num_rows, weight.size(1)});
-  return LinearFunction::apply(x_RK, weight, num.acc(), out, rows).reshape(sizes);
+  check_exact(w, num_rows, num, "linear");
+  return LinearFunction::apply(x_RK, weight, LinearInfo{num.acc(), out, rows, w.sum, w.blocks})
+      .reshape(sizes);
 }
 
 class EmbeddingFunction : public torch::autograd::Function<EmbeddingFunction> {
@@ -130,8 +147,10 @@ class EmbeddingFunction : public torch::autograd::Function<EmbeddingFunction> {
                         const Tensor& weight_VD,
                         int64_t pad_id,
                         at::ScalarType act,
-                        at::ScalarType acc) {
+                        at::ScalarType acc,
+                        const ExactSum& sum) {
     ctx->save_for_backward({ids});
+    stash(ctx, sum);
     ctx->saved_data["pad_id"] = pad_id;
     ctx->saved_data["rows"] = weight_VD.size(0);
     ctx->saved_data["dtype"] = static_cast<int64_t>(weight_VD.scalar_type());
@@ -144,6 +163,11 @@ class EmbeddingFunction : public torch::autograd::Function<EmbeddingFunction> {
     const auto acc = static_cast<at::ScalarType>(ctx->saved_data["acc"].toInt());
     const Tensor grad_TD = grads[0].to(acc).contiguous();
     const int64_t width = grad_TD.size(1), pad_id = ctx->saved_data["pad_id"].toInt();
+    const ExactSum& sum = stashed<ExactSum>(ctx);
+    if (sum.defined()) {
+      add_exactly(ids, grad_TD, pad_id, sum);
+      return {{}, {}, {}, {}, {}, {}};
+    }
     Tensor dweight = at::zeros({ctx->saved_data["rows"].toInt(), width}, grad_TD.options());
     const auto add = [&]<typename A>(A) {
       const int64_t* id = cdata<int64_t>(ids);
@@ -158,27 +182,47 @@ class EmbeddingFunction : public torch::autograd::Function<EmbeddingFunction> {
       });
     };
     acc == at::kDouble ? add(double{}) : add(float{});
-    return {
-        {}, dweight.to(static_cast<at::ScalarType>(ctx->saved_data["dtype"].toInt())), {}, {}, {}};
+    const auto dtype = static_cast<at::ScalarType>(ctx->saved_data["dtype"].toInt());
+    return {{}, dweight.to(dtype), {}, {}, {}, {}};
+  }
+
+ private:
+  static void add_exactly(const Tensor& ids,
+                          const Tensor& grad_TD,
+                          int64_t pad_id,
+                          const ExactSum& sum) {
+    const int64_t tokens = ids.size(0), width = grad_TD.size(1);
+    const auto* id = cdata<int64_t>(ids);
+    const auto* g = cdata<float>(grad_TD);
+    double *high = sum.high(), *low = sum.low();
+    Peak peak;
+    parallel_for(0, width, 64, [&](int64_t c0, int64_t c1) {
+      for (int64_t t = 0; t < tokens; ++t) {
+        if (id[t] == pad_id) continue;
+        const int64_t at = id[t] * width + c0;
+        peak.add(exact_add(c1 - c0, g + t * width + c0, high + at, low + at));
+      }
+    });
+    sum.note(tokens, peak.value());
   }
 };
 
 }  // namespace
 
-Tensor linear(const Tensor& x, const Tensor& weight, const Numerics& num) {
+Tensor linear(const Tensor& x, const Weight& weight, const Numerics& num) {
   check_operands(x, weight, "linear");
   check_dtype(x, num.act(), "linear: x");
-  check_weight_dtype(weight, num, "linear: weight");
+  check_weight_dtype(weight.value, num, "linear: weight");
   return apply(x, weight, num.act(), num);
 }
 
-Tensor linear_acc(const Tensor& x, const Tensor& weight, const Numerics& num) {
+Tensor linear_acc(const Tensor& x, const Weight& weight, const Numerics& num) {
   check_operands(x, weight, "linear_acc");
-  LOCKSTEP_CHECK(x.is_floating_point() && weight.is_floating_point(),
+  LOCKSTEP_CHECK(x.is_floating_point() && weight.value.is_floating_point(),
                  kShape,
                  "linear_acc: operands must be floating point, got x {} and weight {}",
                  describe(x),
-                 describe(weight));
+                 describe(weight.value));
   return apply(x, weight, num.acc(), num);
 }
 
@@ -186,7 +230,8 @@ Tensor linear_reference(const Tensor& x, const Tensor& weight, const Numerics& n
   return at::matmul(x.to(num.acc()), weight.to(num.acc()).t()).to(num.act());
 }
 
-Tensor embedding(const Tensor& ids, const Tensor& weight, int64_t pad_id, const Numerics& num) {
+Tensor embedding(const Tensor& ids, const Weight& w, int64_t pad_id, const Numerics& num) {
+  const Tensor& weight = w.value;
   check_shape(ids, {-1}, "embedding: ids");
   check_dtype(ids, at::kLong, "embedding: ids");
   check_shape(weight, {-1, -1}, "embedding: weight");
@@ -207,7 +252,8 @@ Tensor embedding(const Tensor& ids, const Tensor& weight, int64_t pad_id, const 
                    id[t],
                    rows);
   }
-  return EmbeddingFunction::apply(flat, weight, pad_id, num.act(), num.acc());
+  check_exact(w, num, "embedding");
+  return EmbeddingFunction::apply(flat, weight, pad_id, num.act(), num.acc(), w.sum);
 }
 
 }  // namespace lockstep::model

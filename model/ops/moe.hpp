@@ -2,12 +2,15 @@
 //
 // Inside an operator everything is in acc, rounded where the policy says so; gradients are rounded
 // where a bf16 tensor of the forward pass stands (gate, up, h, rows), as a bf16 graph would. All
-// sums over rows run in row order; nothing depends on the number of threads.
+// sums over rows run in row order; nothing depends on the number of threads. Weights with exact
+// sums get one chain per block of rows instead, blocks added exactly (all weights of a call or
+// none).
 #pragma once
 
 #include <optional>
 #include <vector>
 
+#include "model/base/weight.hpp"
 #include "model/config/numerics.hpp"
 
 namespace lockstep::model {
@@ -33,7 +36,7 @@ struct Routing {
 /// logits; bf16: scores rounded too), D48, D49, D50, D51 (both values give the lower id), D52.
 /// Throws kShape, kConfig (k, groups), kInput (replayed id outside [0, E)).
 Routing route(const Tensor& x,
-              const Tensor& gate,
+              const Weight& gate,
               const Tensor& bias,
               const Tensor& replay,
               const RouterParams& params,
@@ -72,9 +75,9 @@ Tensor clamped_swiglu_reference(const Tensor& gate,
 /// Dense MLP: down(swiglu(gate x, up x)). x [T, D] act; gate, up [I, D], down [D, I] act or acc.
 /// Keeps x and the products of gate and up; the rest is computed again in backward. D63.
 Tensor swiglu_mlp(const Tensor& x,
-                  const Tensor& gate,
-                  const Tensor& up,
-                  const Tensor& down,
+                  const Weight& gate,
+                  const Weight& up,
+                  const Weight& down,
                   std::optional<double> limit,
                   const Numerics& num);
 Tensor swiglu_mlp_reference(const Tensor& x,
@@ -88,11 +91,11 @@ Tensor swiglu_mlp_reference(const Tensor& x,
 /// empty); gate_up [E, 2I, D] (gate rows first), down [E, D, I], act or acc. Returns [R, D] act.
 /// Gradients for rows, gate_up, down; an expert without rows gets zeros. Memory: R * 2I act kept, R
 /// * 3I acc in passing; narrower weights are raised to acc in groups of experts, 512 MB at a time.
-/// D63.
+/// D63. Blocks of the weights are runs of sorted rows; every offset is one of their bounds.
 Tensor grouped_experts(const Tensor& rows,
                        const std::vector<int64_t>& offsets,
-                       const Tensor& gate_up,
-                       const Tensor& down,
+                       const Weight& gate_up,
+                       const Weight& down,
                        std::optional<double> limit,
                        const Numerics& num);
 Tensor grouped_experts_reference(const Tensor& rows,

@@ -19,6 +19,8 @@ struct ExpertsInfo {
   RowTiles tiles;
   bool keep;  ///< someone will ask for gradients
   Numerics num;
+  ExactSum gate, up, down;  ///< up undefined: merged into gate; all undefined: not exact
+  RowBlocks blocks;
 
   [[nodiscard]] ExpertsForm form(const Tensor& rows) const {
     return {rows.size(0), rows.size(1), inner, offsets.data(), swiglu, tiles};
@@ -85,6 +87,35 @@ struct Backward {
   Tensor rows, gate, up, down;
 };
 
+/// Weight gradients block by block into the exact sums.
+void add_exactly(const ExpertsInfo& info,
+                 const Tensor& rows,
+                 const Tensor& dout,
+                 const Tensor& h,
+                 const Tensor& dgate_up) {
+  const int64_t D = rows.size(1), I = info.inner;
+  const bool merged = !info.up.defined();
+  const auto target = [](const ExactSum& sum, int64_t skip, int64_t stride) {
+    return ExactTarget{sum.high() + skip, sum.low() + skip, stride};
+  };
+  ExactExperts exact{*info.blocks,
+                     static_cast<int64_t>(info.offsets.size()) - 1,
+                     2 * I * D,
+                     target(info.gate, 0, D),
+                     merged ? target(info.gate, I * D, D) : target(info.up, 0, D),
+                     target(info.down, 0, I),
+                     {}};
+  experts_exact_gradients(info.form(rows),
+                          cdata<float>(rows),
+                          cdata<float>(dout),
+                          cdata<float>(h),
+                          cdata<float>(dgate_up),
+                          exact);
+  for (const ExactSum* sum : {&info.gate, &info.up, &info.down}) {
+    if (sum->defined()) sum->note(num_blocks(info.blocks), exact.peak.value());
+  }
+}
+
 Backward run_backward(const Tensor& rows,
                       const Tensor& gate_up,
                       const Weights& weights,
@@ -103,10 +134,10 @@ Backward run_backward(const Tensor& rows,
   const auto like = [](bool wanted, const Tensor& t) {
     return wanted ? at::empty(t.sizes(), t.options()) : Tensor();
   };
-  const bool merged = !weights.up.defined();
-  result.gate = like(need_gate, weights.gate);
-  result.down = like(need_down, weights.down);
-  if (!merged) result.up = like(need_up, weights.up);
+  const bool merged = !weights.up.defined(), exact = info.gate.defined();
+  result.gate = like(need_gate && !exact, weights.gate);
+  result.down = like(need_down && !exact, weights.down);
+  if (!merged) result.up = like(need_up && !exact, weights.up);
   with_width(info.num, [&]<typename W>() {
     using A = typename W::Acc;
     for_each_slice<A>(weights, info, [&](const ExpertSlice<A>& slice) {
@@ -138,6 +169,7 @@ Backward run_backward(const Tensor& rows,
       settle(result.up, up_to);
     });
   });
+  if (exact) add_exactly(info, x, dout_acc, h, dgate_up);
   return result;
 }
 
@@ -241,16 +273,29 @@ ExpertsInfo make_info(const std::vector<int64_t>& offsets,
                       int64_t inner,
                       std::optional<double> limit,
                       const Numerics& num,
-                      std::initializer_list<Tensor> inputs) {
-  bool keep = false;
-  for (const Tensor& t : inputs) keep = keep || t.requires_grad();
+                      const Tensor& x,
+                      const Weight& gate,
+                      const Weight& up,
+                      const Weight& down) {
+  bool keep = x.requires_grad();
+  for (const Weight* w : {&gate, &up, &down}) {
+    keep = keep || (w->value.defined() && w->value.requires_grad());
+    check_exact(*w, offsets.back(), num, "experts: weight");
+    LOCKSTEP_CHECK(!w->value.defined() || w->sum.defined() == gate.sum.defined(),
+                   kShape,
+                   "experts: all weights must have exact sums or none");
+  }
   const bool fixed = num.is<Switch::kGemmRows>("fixed-tiles");
   return {offsets,
           inner,
           swiglu_form(limit, num),
           fixed ? RowTiles::kFixed : RowTiles::kLibrary,
           keep && at::GradMode::is_enabled(),
-          num};
+          num,
+          gate.sum,
+          up.sum,
+          down.sum,
+          gate.blocks};
 }
 
 }  // namespace
@@ -264,32 +309,32 @@ Tensor clamped_swiglu(const Tensor& gate,
 }
 
 Tensor swiglu_mlp(const Tensor& x,
-                  const Tensor& gate,
-                  const Tensor& up,
-                  const Tensor& down,
+                  const Weight& gate,
+                  const Weight& up,
+                  const Weight& down,
                   std::optional<double> limit,
                   const Numerics& num) {
-  check_mlp(x, gate, up, down, num);
+  check_mlp(x, gate.value, up.value, down.value, num);
   return MlpFunction::apply(
       x.contiguous(),
-      gate,
-      up,
-      down,
-      make_info({0, x.size(0)}, gate.size(0), limit, num, {x, gate, up, down}));
+      gate.value,
+      up.value,
+      down.value,
+      make_info({0, x.size(0)}, gate.value.size(0), limit, num, x, gate, up, down));
 }
 
 Tensor grouped_experts(const Tensor& rows,
                        const std::vector<int64_t>& offsets,
-                       const Tensor& gate_up,
-                       const Tensor& down,
+                       const Weight& gate_up,
+                       const Weight& down,
                        std::optional<double> limit,
                        const Numerics& num) {
-  check_grouped(rows, offsets, gate_up, down, num);
+  check_grouped(rows, offsets, gate_up.value, down.value, num);
   return GroupedFunction::apply(
       rows.contiguous(),
-      gate_up,
-      down,
-      make_info(offsets, gate_up.size(1) / 2, limit, num, {rows, gate_up, down}));
+      gate_up.value,
+      down.value,
+      make_info(offsets, gate_up.value.size(1) / 2, limit, num, rows, gate_up, Weight(), down));
 }
 
 }  // namespace lockstep::model

@@ -338,6 +338,52 @@ void experts_backward(const ExpertsForm& form,
   weight_gradients(form, slice, x, dout, h, dgate_up, grads);
 }
 
+void experts_exact_gradients(const ExpertsForm& form,
+                             const float* x,
+                             const float* dout,
+                             const float* h,
+                             const float* dgate_up,
+                             ExactExperts& to) {
+  const int64_t D = form.width, I = form.inner;
+  struct GradientTask {
+    int64_t expert, row, rows;
+    int which;
+  };
+  std::vector<GradientTask> tasks;
+  for (int64_t e = 0; e < to.num_experts; ++e) {
+    if (form.offsets[e] == form.offsets[e + 1]) continue;
+    for (int which = 0; which < 3; ++which) {
+      const int64_t rows = which == 2 ? D : I;
+      for (int64_t r = 0; r < rows; r += kGradientRows)
+        tasks.push_back({e, r, std::min(kGradientRows, rows - r), which});
+    }
+  }
+  parallel_for(0, static_cast<int64_t>(tasks.size()), 1, [&](int64_t begin, int64_t end) {
+    std::vector<float> scratch;
+    for (int64_t i = begin; i < end; ++i) {
+      const GradientTask& t = tasks[static_cast<size_t>(i)];
+      const int64_t r0 = form.offsets[t.expert];
+      const std::vector<int64_t> blocks = blocks_between(to.bounds, r0, form.offsets[t.expert + 1]);
+      const bool is_down = t.which == 2;
+      const int64_t columns = is_down ? I : D;
+      ExactTarget target = is_down ? to.down : t.which == 0 ? to.gate : to.up;
+      const int64_t at = t.expert * (is_down ? D * I : to.gate_stride);
+      target.high += at;
+      target.low += at;
+      to.peak.add(exact_product(
+          t.rows,
+          columns,
+          blocks,
+          is_down ? dout + r0 * D + t.row : dgate_up + r0 * 2 * I + t.which * I + t.row,
+          is_down ? D : 2 * I,
+          is_down ? h + r0 * I : x + r0 * D,
+          columns,
+          target.at(t.row),
+          scratch));
+    }
+  });
+}
+
 #define LOCKSTEP_EXPERTS(W, Act, A)                                         \
   template void experts_forward<W>(                                         \
       const ExpertsForm&, const ExpertSlice<A>&, const A*, Act*, A*, Act*); \

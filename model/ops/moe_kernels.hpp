@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "model/base/scalar.hpp"
+#include "model/ops/exact_rows.hpp"
 #include "model/ops/linear_tiles.hpp"
 
 namespace lockstep::model {
@@ -104,6 +105,21 @@ void experts_backward(const ExpertsForm& form,
                       typename W::Acc* dgate_up,
                       typename W::Act* dx,
                       const ExpertGradients<typename W::Acc>& grads);
+
+/// Exact weight gradients of all experts from what experts_backward left in h and dgate_up. Expert
+/// e's gate and up at e * gate_stride of theirs, down at e * width * inner.
+struct ExactExperts {
+  std::span<const int64_t> bounds;  ///< blocks of rows; offsets are among them
+  int64_t num_experts, gate_stride;
+  ExactTarget gate, up, down;  ///< strides width, width, inner
+  Peak peak;
+};
+void experts_exact_gradients(const ExpertsForm& form,
+                             const float* x,
+                             const float* dout,
+                             const float* h,
+                             const float* dgate_up,
+                             ExactExperts& to);
 
 // --- between token order and expert order --------------------------------------------------------
 

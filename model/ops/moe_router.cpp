@@ -131,13 +131,13 @@ class GatherFunction : public torch::autograd::Function<GatherFunction> {
 }  // namespace
 
 Routing route(const Tensor& x,
-              const Tensor& gate,
+              const Weight& gate,
               const Tensor& bias,
               const Tensor& replay,
               const RouterParams& params,
               const Numerics& num) {
-  const RouterForm form = check_route(x, gate, bias, replay, params, num);
-  Tensor logits_TE = linear_acc(x, router_gate(gate, num), num);
+  const RouterForm form = check_route(x, gate.value, bias, replay, params, num);
+  Tensor logits_TE = linear_acc(x, gate.with(router_gate(gate.value, num)), num);
   if (form.round_scores) logits_TE = rounded(logits_TE, num);
   const auto chosen = ChooseFunction::apply(
       logits_TE.contiguous(), ChooseInfo{form, router_bias(bias, num).contiguous(), replay});

@@ -2,6 +2,7 @@
 
 #include "model/ops/kda_dispatch.hpp"
 #include "model/ops/norm_core.hpp"
+#include "model/ops/weight_support.hpp"
 
 namespace lockstep::model {
 namespace {
@@ -68,7 +69,8 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
                         int64_t width,
                         bool round_xhat,
                         bool round_weight,
-                        double eps) {
+                        double eps,
+                        const ExactSum& sum) {
     const NormMode mode{static_cast<Width>(width), round_xhat, round_weight, eps};
     const Tensor gate = gate_in.value_or(Tensor());
     ctx->save_for_backward({x, gate, weight});
@@ -76,6 +78,7 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
     ctx->saved_data["round_xhat"] = round_xhat;
     ctx->saved_data["round_weight"] = round_weight;
     ctx->saved_data["eps"] = eps;
+    stash(ctx, sum);
     return forward_of(x.contiguous(), gate.defined() ? gate.contiguous() : gate, weight, mode);
   }
 
@@ -89,12 +92,24 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
     const Tensor gate = saved[1].defined() ? saved[1].contiguous() : saved[1];
     const Tensor w = weight_as_used(saved[2], mode);
     const Tensor dy = grads[0].to(x.scalar_type()).contiguous();
+    const ExactSum& sum = stashed<ExactSum>(ctx);
     Tensor dx = at::empty_like(x), dgate, dw = at::empty_like(w);
     if (gate.defined()) dgate = at::empty_like(gate);
     by_width(mode.width, [&](auto types) {
       using S = typename decltype(types)::S;
       using R = typename decltype(types)::R;
       const NormCall<S, R> call = call_of(types, x, gate, w, mode);
+      if (sum.defined()) {
+        ExactRow exact(sum.high(), sum.low());
+        norm_backward(call,
+                      data<S>(dy),
+                      mutable_data<S>(dx),
+                      gate.defined() ? mutable_data<S>(dgate) : nullptr,
+                      static_cast<R*>(nullptr),
+                      &exact);
+        sum.note(call.rows, exact.peak());
+        return;
+      }
       const int64_t blocks = norm_blocks(call.rows);
       Tensor partial = at::empty({blocks, call.dim}, w.options());
       norm_backward(call,
@@ -104,7 +119,8 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
                     mutable_data<R>(partial));
       merge_partials(blocks, call.dim, data<R>(partial), mutable_data<R>(dw));
     });
-    return {dx, dgate, dw.to(saved[2].scalar_type()), Tensor(), Tensor(), Tensor(), Tensor()};
+    const Tensor dweight = sum.defined() ? Tensor() : dw.to(saved[2].scalar_type());
+    return {dx, dgate, dweight, Tensor(), Tensor(), Tensor(), Tensor(), Tensor()};
   }
 };
 
@@ -123,14 +139,15 @@ void check_gate(const Tensor& o, const Tensor& gate, const Numerics& num) {
   check_shape(gate, o.sizes(), "gated_rms_norm: gate");
 }
 
-Tensor apply(const Tensor& x, const Tensor& gate, const Tensor& weight, const NormMode& mode) {
+Tensor apply(const Tensor& x, const Tensor& gate, const Weight& weight, const NormMode& mode) {
   return NormFunction::apply(x,
                              present(gate),
-                             weight,
+                             weight.value,
                              static_cast<int64_t>(mode.width),
                              mode.round_xhat,
                              mode.round_weight,
-                             mode.eps);
+                             mode.eps,
+                             weight.sum);
 }
 
 Tensor xhat_of(const Tensor& x, double eps, at::ScalarType acc) {
@@ -140,8 +157,9 @@ Tensor xhat_of(const Tensor& x, double eps, at::ScalarType acc) {
 
 }  // namespace
 
-Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps, const Numerics& num) {
-  check("rms_norm", x, weight, num);
+Tensor rms_norm(const Tensor& x, const Weight& weight, double eps, const Numerics& num) {
+  check("rms_norm", x, weight.value, num);
+  check_exact(weight, num, "rms_norm: weight");
   return apply(x, Tensor(), weight, plain_mode(eps, num));
 }
 
@@ -153,8 +171,9 @@ Tensor rms_norm_reference(const Tensor& x, const Tensor& weight, double eps, con
 }
 
 Tensor gated_rms_norm(
-    const Tensor& o, const Tensor& gate, const Tensor& weight, double eps, const Numerics& num) {
-  check("gated_rms_norm", o, weight, num);
+    const Tensor& o, const Tensor& gate, const Weight& weight, double eps, const Numerics& num) {
+  check("gated_rms_norm", o, weight.value, num);
+  check_exact(weight, num, "gated_rms_norm: weight");
   check_gate(o, gate, num);
   return apply(o, gate, weight, gated_mode(eps, num));
 }

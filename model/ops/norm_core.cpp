@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 #include <vector>
 
 #include "model/base/parallel.hpp"
@@ -65,7 +66,8 @@ void norm_forward(const NormCall<S, R>& call, S* y) {
 // With h = w xhat (times sigma(gate) = s): dxhat = dy s w, dx = r (dxhat - xhat mean(dxhat xhat)),
 // dw = sum_rows dy s xhat, dgate = dy w xhat s (1 - s). In dw and dgate xhat is the rounded one.
 template <typename S, typename R>
-void norm_backward(const NormCall<S, R>& call, const S* dy, S* dx, S* dgate, R* dw_partial) {
+void norm_backward(
+    const NormCall<S, R>& call, const S* dy, S* dx, S* dgate, R* dw_partial, ExactRow* exact) {
   constexpr int64_t w = simd::kLanes<R>;
   const int64_t dim = call.dim, width = padded(dim, simd::kPad<R>);
   std::vector<R> weight(static_cast<size_t>(width), R(0));
@@ -76,6 +78,7 @@ void norm_backward(const NormCall<S, R>& call, const S* dy, S* dx, S* dgate, R* 
     R* d = x + width;
     R* gate = d + width;
     R* dw = gate + width;
+    ExactRow::Part part(exact != nullptr ? dim : 0);
     for (int64_t row = first; row < last; ++row) {
       simd::load_row(call.x + row * dim, dim, x, width);
       simd::load_row(dy + row * dim, dim, d, width);
@@ -100,8 +103,17 @@ void norm_backward(const NormCall<S, R>& call, const S* dy, S* dx, S* dgate, R* 
         store(x + i, splat(r) * (load(d + i) - load(x + i) * splat(mean)));
       }
       simd::store_row(x, dim, dx + row * dim);
+      if constexpr (std::is_same_v<R, float>) {
+        if (exact == nullptr) continue;
+        part.add(dw);
+        std::fill(dw, dw + width, R(0));
+      }
     }
-    std::copy(dw, dw + dim, dw_partial + block * dim);
+    if (exact != nullptr) {
+      exact->merge(part);
+    } else {
+      std::copy(dw, dw + dim, dw_partial + block * dim);
+    }
   });
 }
 
@@ -118,7 +130,7 @@ void merge_partials(int64_t blocks, int64_t dim, const R* partial, R* out) {
 
 #define LOCKSTEP_NORM(S, R)                              \
   template void norm_forward(const NormCall<S, R>&, S*); \
-  template void norm_backward(const NormCall<S, R>&, const S*, S*, S*, R*);
+  template void norm_backward(const NormCall<S, R>&, const S*, S*, S*, R*, ExactRow*);
 LOCKSTEP_NORM(double, double)
 LOCKSTEP_NORM(float, float)
 LOCKSTEP_NORM(simd::Bf16, float)

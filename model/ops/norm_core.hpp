@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "model/ops/exact_rows.hpp"
 #include "model/ops/kda_simd.hpp"
 
 namespace lockstep::model {
@@ -26,9 +27,15 @@ struct NormCall {
 template <typename S, typename R>
 void norm_forward(const NormCall<S, R>& call, S* y);
 
-/// dgate is null for a plain norm. dw_partial [norm_blocks(rows), dim].
+/// dgate is null for a plain norm. dw_partial [norm_blocks(rows), dim], or null with `exact`
+/// (float only): every row's part of dw is added to it.
 template <typename S, typename R>
-void norm_backward(const NormCall<S, R>& call, const S* dy, S* dx, S* dgate, R* dw_partial);
+void norm_backward(const NormCall<S, R>& call,
+                   const S* dy,
+                   S* dx,
+                   S* dgate,
+                   R* dw_partial,
+                   ExactRow* exact = nullptr);
 
 /// out[i] = partial[0][i] + partial[1][i] + ..., in float64, in that order.
 template <typename R>

@@ -1,12 +1,10 @@
-// What operator files share on the tensor side: choosing a width, rounding in references, and
-// passing plain data from forward to backward.
+// What operator files share on the tensor side: choosing a width, and rounding in references.
 #pragma once
 
-#include <memory>
 #include <utility>
 
 #include "model/base/scalar.hpp"
-#include "model/config/numerics.hpp"
+#include "model/ops/weight_support.hpp"
 
 namespace lockstep::model {
 
@@ -57,23 +55,6 @@ inline void check_weight_dtype(const Tensor& weight, const Numerics& num, std::s
                  dtype_name(num.acc()),
                  num.name(),
                  describe(weight));
-}
-
-/// Plain data kept from forward to backward beside the saved tensors.
-template <typename T>
-struct Stash : torch::CustomClassHolder {
-  explicit Stash(T v) : value(std::move(v)) {}
-  T value;
-};
-template <typename T>
-void stash(torch::autograd::AutogradContext* ctx, T value) {
-  c10::intrusive_ptr<torch::CustomClassHolder> holder =
-      c10::make_intrusive<Stash<T>>(std::move(value));
-  ctx->saved_data["stash"] = c10::IValue::make_capsule(std::move(holder));
-}
-template <typename T>
-const T& stashed(torch::autograd::AutogradContext* ctx) {
-  return static_cast<Stash<T>*>(ctx->saved_data["stash"].toCapsule().get())->value;
 }
 
 }  // namespace lockstep::model

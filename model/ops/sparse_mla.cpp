@@ -6,6 +6,7 @@
 
 #include "model/base/parallel.hpp"
 #include "model/ops/sparse_mla_kernel.hpp"
+#include "model/ops/weight_support.hpp"
 
 namespace lockstep::model {
 namespace {
@@ -137,6 +138,12 @@ Tensor forward_of(const Tensor& q,
   return o.to(q.scalar_type());
 }
 
+/// Exact sums of a call; undefined: ordinary gradients.
+struct Sums {
+  ExactSum latent, kv_b;
+  RowBlocks blocks;
+};
+
 template <typename T>
 variable_list backward_of(const Tensor& q,
                           const Tensor& latent,
@@ -144,12 +151,26 @@ variable_list backward_of(const Tensor& q,
                           const Tensor& selection,
                           const Tensor& d_o,
                           const Form& form,
+                          const Sums& sums,
                           bool want_latent,
                           bool want_kv_b) {
   const Arguments<T> arguments(q, latent, kv_b, selection, d_o.size(2), form);
   const Tensor d_out = Arguments<T>::in_acc(d_o);
   Tensor d_q = at::empty_like(arguments.q), d_latent, d_kv_b;
   mla::Gradients<T> gradients{d_q.data_ptr<T>(), nullptr, nullptr};
+  if (sums.latent.defined()) {
+    const int64_t rank = latent.size(1);
+    mla::ExactGradients exact{*sums.blocks,
+                              {sums.latent.high(), sums.latent.low(), rank},
+                              {sums.kv_b.high(), sums.kv_b.low(), rank},
+                              {},
+                              {}};
+    gradients.exact = &exact;
+    mla::backward_absorbed(arguments.problem, d_out.const_data_ptr<T>(), gradients);
+    sums.latent.note(num_blocks(sums.blocks), exact.latent_peak.value());
+    sums.kv_b.note(num_blocks(sums.blocks), exact.kv_b_peak.value());
+    return {d_q.to(q.scalar_type()), Tensor(), Tensor()};
+  }
   if (want_latent) {
     d_latent = at::zeros_like(arguments.latent);
     gradients.latent = d_latent.data_ptr<T>();
@@ -174,7 +195,9 @@ struct SparseMla : torch::autograd::Function<SparseMla> {
                         const Tensor& kv_b,
                         const Tensor& selection,
                         int64_t d_v,
-                        int64_t form) {
+                        int64_t form,
+                        const Sums& sums) {
+    stash(ctx, sums);
     ctx->save_for_backward({q, latent, kv_b, selection});
     ctx->saved_data["form"] = form;
     return q.scalar_type() == at::kDouble
@@ -187,13 +210,14 @@ struct SparseMla : torch::autograd::Function<SparseMla> {
     const Tensor &q = saved[0], &latent = saved[1], &kv_b = saved[2], &selection = saved[3];
     const Form form = Form::unpack(ctx->saved_data["form"].toInt());
     const bool want_latent = ctx->needs_input_grad(1), want_kv_b = ctx->needs_input_grad(2);
+    const Sums& sums = stashed<Sums>(ctx);
     variable_list gradients =
         q.scalar_type() == at::kDouble
             ? backward_of<double>(
-                  q, latent, kv_b, selection, d_outputs[0], form, want_latent, want_kv_b)
+                  q, latent, kv_b, selection, d_outputs[0], form, sums, want_latent, want_kv_b)
             : backward_of<float>(
-                  q, latent, kv_b, selection, d_outputs[0], form, want_latent, want_kv_b);
-    gradients.resize(6);
+                  q, latent, kv_b, selection, d_outputs[0], form, sums, want_latent, want_kv_b);
+    gradients.resize(7);
     return gradients;
   }
 };
@@ -201,13 +225,29 @@ struct SparseMla : torch::autograd::Function<SparseMla> {
 }  // namespace
 
 Tensor sparse_mla(const Tensor& q,
-                  const Tensor& latent,
-                  const Tensor& kv_b,
+                  const Weight& latent,
+                  const Weight& kv_b,
                   const Tensor& selection,
                   int64_t d_v,
                   const Numerics& num) {
-  mla::check_arguments(q, latent, kv_b, selection, d_v, num);
-  return SparseMla::apply(q, latent, kv_b, selection, d_v, Form::of(num).pack());
+  mla::check_arguments(q, latent.value, kv_b.value, selection, d_v, num);
+  check_exact(latent, num, "sparse_mla: latent");
+  check_exact(kv_b, q.size(0), num, "sparse_mla: kv_b");
+  const Form form = Form::of(num);
+  LOCKSTEP_CHECK(latent.sum.defined() == kv_b.sum.defined(),
+                 kShape,
+                 "sparse_mla: latent and kv_b must both have exact sums or neither");
+  LOCKSTEP_CHECK(!kv_b.sum.defined() || !form.expanded,
+                 kConfig,
+                 "sparse_mla: exact sums need D42 = absorbed under policy {}",
+                 num.name());
+  return SparseMla::apply(q,
+                          latent.value,
+                          kv_b.value,
+                          selection,
+                          d_v,
+                          form.pack(),
+                          Sums{latent.sum, kv_b.sum, kv_b.blocks});
 }
 
 namespace {

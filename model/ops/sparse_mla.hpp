@@ -1,6 +1,7 @@
 // Multi-head latent attention without positions, over selected keys only.
 #pragma once
 
+#include "model/base/weight.hpp"
 #include "model/config/numerics.hpp"
 
 namespace lockstep::model {
@@ -28,9 +29,12 @@ namespace lockstep::model {
 /// arguments and results: tens of MB for runs of queries, plus S H (d_n + d_v) when expanded. Cost
 /// 4 T width H R forward (absorbed). Throws kShape for wrong arguments, kInput for an index outside
 /// [-1, S).
+///
+/// With exact sums (of both or neither; absorbed form only, kConfig otherwise) the gradients of
+/// latent and kv_b are one such chain per block of queries (kv_b.blocks), blocks added exactly.
 Tensor sparse_mla(const Tensor& q,
-                  const Tensor& latent,
-                  const Tensor& kv_b,
+                  const Weight& latent,
+                  const Weight& kv_b,
                   const Tensor& selection,
                   int64_t d_v,
                   const Numerics& num);

@@ -2,6 +2,9 @@
 // go through Wv_h. Queries are taken in runs, so that only a run's rows exist in the latent space.
 // Every element is a chain that no run, block or thread boundary interrupts: results do not depend
 // on any of them.
+#include <type_traits>
+
+#include "model/base/exact_add.hpp"
 #include "model/ops/sparse_mla_merge.hpp"
 #include "model/ops/sparse_mla_run.hpp"
 
@@ -14,6 +17,7 @@ constexpr int64_t kMergeColumns = 64;
 constexpr int64_t kMergeBytes = 1 << 20;
 constexpr int64_t kRunBytes = 16 << 20;
 constexpr int64_t kMergeUses = 2048;
+constexpr int64_t kExactKeys = 64;
 
 template <typename T>
 class Absorbed {
@@ -55,12 +59,19 @@ class Absorbed {
     const std::vector<T> wk_t = transposed_heads(p_, 0, p_.d_n);
     const int64_t step =
         run_length(kMergeBytes / (2 * p_.heads * std::min(kMergeColumns, p_.rank) * bytes()));
-    std::vector<T> qa(static_cast<size_t>(step * row_)), a(qa.size()), da(qa.size()),
+    // Runs of whole blocks of queries may be longer than a step, by the first block.
+    ExactGradients* exact = gradients.exact;
+    int64_t longest = step;
+    for (size_t b = 0; exact != nullptr && b + 1 < exact->bounds.size(); ++b)
+      longest = std::max(longest, exact->bounds[b + 1] - exact->bounds[b]);
+    std::vector<T> qa(static_cast<size_t>(longest * row_)), a(qa.size()), da(qa.size()),
         dqa(qa.size()), rows_by_column(2 * qa.size()), coefficients;
     std::vector<T*> coefficient_rows;
     KeyRun run;
-    for (int64_t begin = 0; begin < p_.queries; begin += step) {
-      run.reset(p_, begin, std::min(p_.queries, begin + step));
+    for (int64_t begin = 0, end; begin < p_.queries; begin = end) {
+      end = exact != nullptr ? block_run_end(exact->bounds, begin, step)
+                             : std::min(p_.queries, begin + step);
+      run.reset(p_, begin, end);
       absorb_queries(run, qa.data());
       pull_back_outputs(run, d_o, da.data());
       coefficients.resize(static_cast<size_t>(run.total() * 2 * p_.heads));
@@ -83,8 +94,21 @@ class Absorbed {
                         coefficient_rows.data() + first,
                         scratch);
       });
-      if (gradients.latent != nullptr) {
+      if (gradients.latent != nullptr || exact != nullptr)
         by_column(run, qa.data(), da.data(), rows_by_column.data());
+      if (exact != nullptr) {
+        const std::vector<int64_t> blocks = blocks_between(exact->bounds, begin, end);
+        for (size_t b = 0; b + 1 < blocks.size(); ++b) {
+          merge_block(run,
+                      blocks[b],
+                      blocks[b + 1],
+                      coefficient_rows.data(),
+                      rows_by_column.data(),
+                      *exact);
+        }
+        exact_weight_gradients(run, blocks, d_o, a.data(), dqa.data(), *exact);
+      }
+      if (gradients.latent != nullptr) {
         merge(run, coefficient_rows.data(), rows_by_column.data(), gradients.latent);
       }
       over_heads(p_.heads, run.size(), [&](int64_t h, int64_t first, int64_t rows) {
@@ -223,6 +247,80 @@ class Absorbed {
                        row_index);
           };
     });
+  }
+
+  /// merge() over queries [first, last) of the run alone, added exactly to the keys' rows.
+  void merge_block(const KeyRun& run,
+                   int64_t first,
+                   int64_t last,
+                   T* const* coefficients,
+                   const T* rows,
+                   ExactGradients& exact) const {
+    KeyLists lists = invert(run.lists.data() + first, run.counts + first, last - first, p_.keys);
+    // Keys by their place in the list: the partial sums lie close together.
+    std::vector<int32_t> keys(lists.keys.size());
+    std::iota(keys.begin(), keys.end(), 0);
+    keys.swap(lists.keys);
+    const int64_t pieces = (lists.num_keys() + kExactKeys - 1) / kExactKeys;
+    const int64_t blocks = (p_.rank + kMergeColumns - 1) / kMergeColumns;
+    dynamic_tasks(pieces * blocks, [&](int64_t) {
+      return [&,
+              packed = std::vector<T>(),
+              row_index = std::vector<int32_t>(),
+              partial = std::vector<T>(static_cast<size_t>(kExactKeys * kMergeColumns))](
+                 int64_t task) mutable {
+        const int64_t c = task / pieces * kMergeColumns, from = task % pieces * kExactKeys;
+        const int64_t columns = std::min(kMergeColumns, p_.rank - c);
+        const int64_t to = std::min(lists.num_keys(), from + kExactKeys);
+        const MergeSource<T> source{
+            coefficients + first,
+            2 * p_.heads,
+            2 * p_.heads,
+            rows + c * run.size() * 2 * p_.heads + first * 2 * p_.heads * columns,
+            columns,
+            columns};
+        std::fill_n(partial.begin(), (to - from) * columns, T(0));
+        merge_keys(
+            lists, from, to, source, partial.data() - from * columns, columns, packed, row_index);
+        if constexpr (std::is_same_v<T, float>) {
+          for (int64_t i = from; i < to; ++i) {
+            const ExactTarget row = exact.latent.at(keys[static_cast<size_t>(i)], c);
+            exact.latent_peak.add(
+                exact_add(columns, partial.data() + (i - from) * columns, row.high, row.low));
+          }
+        }
+      };
+    });
+  }
+
+  /// weight_gradients() block by block, added exactly.
+  void exact_weight_gradients(const KeyRun& run,
+                              const std::vector<int64_t>& blocks,
+                              const T* d_o,
+                              const T* a,
+                              const T* dqa,
+                              ExactGradients& exact) const {
+    if constexpr (std::is_same_v<T, float>) {
+      const auto add = [&](const T* left, int64_t dim, const T* right, int64_t row, int64_t n) {
+        std::vector<float> scratch;
+        exact.kv_b_peak.add(exact_product(
+            n, p_.rank, blocks, left, p_.heads * dim, right, row_, exact.kv_b.at(row), scratch));
+      };
+      over_heads(p_.heads, p_.d_n, [&](int64_t h, int64_t first, int64_t rows) {
+        add(p_.q + (run.begin * p_.heads + h) * p_.d_n + first,
+            p_.d_n,
+            dqa + h * p_.rank,
+            h * head_rows_ + first,
+            rows);
+      });
+      over_heads(p_.heads, p_.d_v, [&](int64_t h, int64_t first, int64_t rows) {
+        add(d_o + (run.begin * p_.heads + h) * p_.d_v + first,
+            p_.d_v,
+            a + h * p_.rank,
+            h * head_rows_ + p_.d_n + first,
+            rows);
+      });
+    }
   }
 
   /// dWk_h += q_h^T dqa_h and dWv_h += do_h^T a_h over the run's queries in order.

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "model/ops/exact_rows.hpp"
 #include "model/ops/sparse_mla_attend.hpp"
 
 namespace lockstep::model::mla {
@@ -23,11 +24,19 @@ struct Problem {
   const T* values_t = nullptr;
 };
 
+/// Where gradients of latent and kv_b go exactly, one chain per block of queries.
+struct ExactGradients {
+  std::span<const int64_t> bounds;
+  ExactTarget latent, kv_b;
+  Peak latent_peak, kv_b_peak;
+};
+
 template <typename T>
 struct Gradients {
   T* q;       ///< like Problem::q, rounded if act
   T* latent;  ///< [keys, rank], zero on entry, not rounded; null: not wanted
   T* kv_b;    ///< like Problem::kv_b, zero on entry, not rounded; null: not wanted
+  ExactGradients* exact = nullptr;  ///< instead of latent and kv_b (absorbed form, float)
 };
 
 /// Queries are brought into the latent space, which serves as keys and values. o [queries, heads,

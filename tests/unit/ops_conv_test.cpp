@@ -1,6 +1,8 @@
 #include <ATen/Parallel.h>
 #include <gmock/gmock.h>
 
+#include <functional>
+
 #include "model/ops/conv.hpp"
 #include "tests/unit/ops_kda_support.hpp"
 
@@ -13,10 +15,10 @@ struct ConvResult {
   Tensor y, dx, dw, dhalo;
 };
 
-using Conv = Tensor (*)(
-    const Tensor&, const Tensor&, std::span<const int64_t>, const Tensor&, const Numerics&);
+using Conv = std::function<Tensor(
+    const Tensor&, const Tensor&, std::span<const int64_t>, const Tensor&, const Numerics&)>;
 
-ConvResult run(Conv f,
+ConvResult run(const Conv& f,
                const Tensor& x,
                const Tensor& w,
                const std::vector<int64_t>& cu,

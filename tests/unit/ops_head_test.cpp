@@ -19,7 +19,8 @@ std::vector<Tensor> head_inputs(int64_t T, int64_t D, int64_t V, const Numerics&
   return {random("h", {T, D}).to(num.act()), random("w", {V, D}, 0.3).to(num.act())};
 }
 
-using HeadForm = decltype(&head_logprobs);
+using HeadForm = std::function<HeadOutput(
+    const Tensor&, const Tensor&, const Tensor&, const HeadOptions&, const Numerics&)>;
 
 TensorFunction head_with(HeadForm form,
                          const Tensor& labels,

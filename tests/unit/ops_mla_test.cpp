@@ -16,8 +16,8 @@
 namespace lockstep::model {
 namespace {
 
-using Op = Tensor (*)(
-    const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t, const Numerics&);
+using Op = std::function<Tensor(
+    const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t, const Numerics&)>;
 
 Tensor seeded(std::string_view name, at::IntArrayRef sizes) {
   const int64_t n = std::accumulate(sizes.begin(), sizes.end(), int64_t{1}, std::multiplies<>());
@@ -224,7 +224,7 @@ TEST(SparseMla, B28MaskedEntriesInFrontDoNotCount) {
 TEST(SparseMla, B28RowsWithoutKeysGiveZeroAndNoGradientAndNoNaN) {
   for (const std::string_view name : {"float64", "float32", "hf-bf16", "fsdp-bf16"}) {
     const Numerics num = Numerics::policy(name);
-    for (const Op op : {Op{sparse_mla}, Op{sparse_mla_reference}}) {
+    for (const Op& op : {Op{sparse_mla}, Op{sparse_mla_reference}}) {
       Case c = make_case({6, 9, 21, 3, 8, 6, 10}).to(num.act());
       c.selection.fill_(-1);
       const Result none = run(op, c, num);

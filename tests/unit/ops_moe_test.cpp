@@ -1,4 +1,6 @@
 // Router, SwiGLU, grouped experts, and the way there and back.
+#include <functional>
+
 #include "model/ops/moe.hpp"
 #include "tests/unit/ops_test_support.hpp"
 
@@ -8,6 +10,13 @@ namespace {
 using namespace test;
 
 const std::vector<const char*> kPolicies = {"float64", "float32", "hf-bf16", "fsdp-bf16"};
+
+using RouteForm = std::function<Routing(const Tensor&,
+                                        const Tensor&,
+                                        const Tensor&,
+                                        const Tensor&,
+                                        const RouterParams&,
+                                        const Numerics&)>;
 
 struct Bounds {
   double output, gradient;
@@ -45,7 +54,7 @@ TEST(Router, BothFormsGiveTheKnownNumbers) {
   const Tensor logits = sine({1, 6}, 1.7), eye = at::eye(6, at::kDouble);
   const Tensor bias = at::tensor({0.0, 0.3, 0.0, -0.2, 0.0, 0.1}, at::kDouble);
   RouterParams params{.top_k = 2, .scaling = 2.5};
-  for (const auto form : {&route, &route_reference}) {
+  for (const RouteForm& form : {RouteForm(route), RouteForm(route_reference)}) {
     const Routing r = form(logits, eye, bias, {}, params, num);
     EXPECT_EQ(r.experts[0][0].item<int64_t>(), 1);
     EXPECT_EQ(r.experts[0][1].item<int64_t>(), 0);
@@ -108,7 +117,7 @@ TEST(Router, FastFormEqualsAutogradOfThePlainFormInEveryPolicy) {
 TEST(Router, TiesGoToTheLowerExpertAndTheLowerGroup) {
   const Numerics num = Numerics::policy("float32");
   const Tensor x = at::ones({1, 1}), gate = at::zeros({8, 1}), bias = at::zeros({8});
-  for (const auto form : {&route, &route_reference}) {
+  for (const RouteForm& form : {RouteForm(route), RouteForm(route_reference)}) {
     const Routing r = form(x, gate, bias, {}, {.top_k = 3}, num);
     EXPECT_TRUE(same_bytes(r.experts[0], at::tensor({0, 1, 2}, at::kLong)));
     const Tensor favoured = at::tensor({0.0f, 0.0f, 0.1f, 0.1f, 0.1f, 0.1f, 0.2f, 0.0f});

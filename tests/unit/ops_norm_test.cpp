@@ -1,6 +1,8 @@
 #include <ATen/Parallel.h>
 #include <gmock/gmock.h>
 
+#include <functional>
+
 #include "model/ops/norm.hpp"
 #include "tests/unit/ops_kda_support.hpp"
 
@@ -13,17 +15,19 @@ struct NormResult {
   Tensor y, dx, dgate, dw;
 };
 
-using Plain = Tensor (*)(const Tensor&, const Tensor&, double, const Numerics&);
-using Gated = Tensor (*)(const Tensor&, const Tensor&, const Tensor&, double, const Numerics&);
+using Plain = std::function<Tensor(const Tensor&, const Tensor&, double, const Numerics&)>;
+using Gated =
+    std::function<Tensor(const Tensor&, const Tensor&, const Tensor&, double, const Numerics&)>;
 
-NormResult run(Plain f, const Tensor& x, const Tensor& w, const Tensor& dy, const Numerics& num) {
+NormResult run(
+    const Plain& f, const Tensor& x, const Tensor& w, const Tensor& dy, const Numerics& num) {
   const Tensor xl = leaf(x, num.act()), wl = leaf(w, num.acc());
   const Tensor y = f(xl, wl, 1e-5, num);
   y.backward(dy.to(num.act()));
   return {y.detach(), xl.grad(), Tensor(), wl.grad()};
 }
 
-NormResult run(Gated f,
+NormResult run(const Gated& f,
                const Tensor& o,
                const Tensor& gate,
                const Tensor& w,
