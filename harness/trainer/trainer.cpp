@@ -1,8 +1,10 @@
 #include "harness/trainer/trainer.hpp"
 
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <limits>
+#include <span>
 
 #include "harness/engine/finite_source.hpp"
 #include "harness/engine/memory.hpp"
@@ -28,6 +30,50 @@ int64_t num_targets(const Documents& documents) {
   return documents.labels().ge(0).sum().item<int64_t>();
 }
 
+/// Mean loss over the targets of all micro-batches and ranks, in float64: one number, whose last
+/// digits rounding to float32 would hide. Exact in the invariant policies.
+class MeanLoss {
+ public:
+  MeanLoss(const model::Numerics& num, const parallel::Mesh& mesh, int64_t targets)
+      : mesh_(mesh), targets_(static_cast<double>(std::max<int64_t>(targets, 1))) {
+    if (num.invariant()) sum_ = ExactSum({1}, "loss");
+  }
+
+  /// This rank's log-probabilities of a micro-batch. Collective.
+  void add(const Tensor& logprobs) {
+    if (sum_.defined()) return add_exactly(logprobs);
+    Tensor share = at::full({1}, -logprobs.sum(at::kDouble).item<double>() / targets_, at::kDouble);
+    mesh_.tokens().all_reduce_sum(share, "loss");
+    mean_ += share.item<double>();
+  }
+
+  /// Collective, once.
+  double value() {
+    if (!sum_.defined()) return mean_;
+    Tensor pairs = sum_.pairs();
+    mesh_.tokens().all_reduce_sum(pairs, "loss");
+    return -pairs.sum().item<double>() / double{kScale} / targets_;
+  }
+
+ private:
+  /// The sum of 2^28 log-probabilities exceeds what that of gradients may.
+  static constexpr float kScale = 1.0F / 4096;
+
+  void add_exactly(const Tensor& logprobs) {
+    const Tensor scaled = (logprobs * kScale).contiguous();
+    const auto* p = static_cast<const float*>(scaled.const_data_ptr());
+    float peak = 0;
+    for (int64_t t = 0; t < scaled.numel(); ++t)
+      peak = std::max(peak, exact_add(1, p + t, sum_.high(), sum_.low()));
+    sum_.note(scaled.numel(), peak);
+  }
+
+  const parallel::Mesh& mesh_;
+  double targets_;
+  double mean_ = 0;
+  ExactSum sum_;
+};
+
 }  // namespace
 
 struct Trainer::Impl {
@@ -46,6 +92,18 @@ struct Trainer::Impl {
     LOCKSTEP_CHECK(!options.numerics.rounds<model::Switch::kExpertGemm>("fp8"),
                    kConfig,
                    "trainer: experts in FP8 (D57) are the inference engine's; set D57 = bf16");
+    LOCKSTEP_CHECK(!(options.reference_ops && options.grads && options.numerics.invariant()),
+                   kConfig,
+                   "trainer: the reference operators have no exact gradients; use a policy that is "
+                   "not invariant instead of {}",
+                   options.numerics.name());
+    LOCKSTEP_CHECK(!options.numerics.invariant() || mesh.tp().size() == 1 ||
+                       !(options.grads || options.optimizer),
+                   kConfig,
+                   "trainer: tensor parallelism has no exact gradients; with policy {} use tp = 1 "
+                   "instead of {}",
+                   options.numerics.name(),
+                   mesh.tp().size());
     audit.load(*source);
     if (options.stream_layers) {
       LOCKSTEP_CHECK(mesh.all().size() == 1,
@@ -58,6 +116,7 @@ struct Trainer::Impl {
       sharding.grads = options.grads || options.optimizer;
       sharding.masters = options.optimizer.has_value();
       sharding.wide = options.numerics.acc();
+      sharding.exact = options.numerics.invariant();
       sharding.head_unit = model::head_unit(config.num_hidden_layers);
       auto all = std::make_unique<parallel::ShardedParameters>(
           parallel::parameter_specs(*source, options.numerics, mesh), mesh, sharding);
@@ -72,20 +131,17 @@ struct Trainer::Impl {
     watched = audit.watch(*params);
   }
 
-  /// Forward of this rank's part of a batch. Returns its share of the loss: summed over ranks it is
-  /// the sum over all targets, divided by `divisor`; result.loss is the same share in float64.
+  /// Forward of this rank's part of a batch. Its share of the batch's loss goes to `mean` and is
+  /// returned, differentiable: summed over ranks it is the sum over the batch's targets, divided by
+  /// `divisor`.
   Tensor forward(const parallel::ParallelPlan& plan,
                  const Documents& documents,
                  int64_t divisor,
                  model::TraceSink* trace,
+                 MeanLoss& mean,
                  TrainerResult& result);
-  TrainerResult run(const Documents& documents);
+  TrainerResult run(std::span<const Documents> micro_batches);
   TrainStep train_step(const std::vector<Documents>& micro_batches);
-  [[nodiscard]] double sum_over_ranks(double share) const {
-    Tensor total = at::full({1}, share, at::kDouble);
-    mesh.tokens().all_reduce_sum(total, "loss");
-    return total.item<double>();
-  }
   [[nodiscard]] parallel::TrainingParts parts() const {
     LOCKSTEP_CHECK(sharded != nullptr,
                    kConfig,
@@ -125,6 +181,7 @@ Tensor Trainer::Impl::forward(const parallel::ParallelPlan& plan,
                               const Documents& documents,
                               int64_t divisor,
                               model::TraceSink* trace,
+                              MeanLoss& mean,
                               TrainerResult& result) {
   const parallel::TokenPlan& tokens = plan.tokens();
   const int64_t count = tokens.end - tokens.begin;
@@ -145,14 +202,16 @@ Tensor Trainer::Impl::forward(const parallel::ParallelPlan& plan,
       model::decoder_layers(ctx, documents.ids.narrow(0, tokens.begin, count), decoder);
   const auto head = [&](const model::LayerContext& inner, const Tensor& streams) {
     const Tensor h = model::finish(inner, streams);
-    const Tensor lm_head = inner.params.get("lm_head.weight");
+    const Weight lm_head = inner.weight("lm_head.weight");
     if (options.logits) {
       const OpScope time("logits");
-      result.local_logits = model::head_logits(h.detach(), lm_head.detach(), options.numerics);
+      result.local_logits =
+          model::head_logits(h.detach(), lm_head.value.detach(), options.numerics);
     }
     const OpScope time("head");
     return options.reference_ops
-               ? model::head_logprobs_reference(h, lm_head, local_labels, {}, options.numerics)
+               ? model::head_logprobs_reference(
+                     h, lm_head.value, local_labels, {}, options.numerics)
                      .logprobs
                : model::head_logprobs(h, lm_head, local_labels, {}, options.numerics).logprobs;
   };
@@ -160,53 +219,75 @@ Tensor Trainer::Impl::forward(const parallel::ParallelPlan& plan,
       model::run_unit(ctx, model::head_unit(config.num_hidden_layers), x, false, head);
   result.local_logprobs =
       logprobs.detach().masked_fill(local_labels.lt(0), std::numeric_limits<double>::quiet_NaN());
-  const auto targets = static_cast<double>(std::max<int64_t>(divisor, 1));
-  // The loss that is reported: one number, whose last digits rounding to float32 would hide.
-  result.loss = -logprobs.detach().sum(at::kDouble).item<double>() / targets;
-  return logprobs.sum().neg().div(targets);
+  mean.add(logprobs.detach());
+  return logprobs.sum().neg().div(static_cast<double>(std::max<int64_t>(divisor, 1)));
 }
 
-TrainerResult Trainer::Impl::run(const Documents& documents) {
-  const parallel::ParallelPlan plan(
-      config, options.numerics, mesh, documents.packing, options.cp_cuts);
-  const parallel::TokenPlan& tokens = plan.tokens();
-  PatternTrace trace(options.trace);
+TrainerResult Trainer::Impl::run(std::span<const Documents> micro_batches) {
+  LOCKSTEP_CHECK(!micro_batches.empty() && (micro_batches.size() == 1 || options.trace.empty()),
+                 kConfig,
+                 "trainer: {} micro-batches; there must be one at least, and a trace is of one",
+                 micro_batches.size());
   const at::AutoGradMode grad_mode(options.grads);
-
   TrainerResult result;
-  result.local_begin = tokens.begin;
-  auto start = std::chrono::steady_clock::now();
-  result.num_targets = num_targets(documents);
-  const Tensor loss = forward(
-      plan, documents, result.num_targets, options.trace.empty() ? nullptr : &trace, result);
-  result.loss = sum_over_ranks(result.loss);
-  result.forward_s = seconds_since(start);
+  for (const Documents& documents : micro_batches) result.num_targets += num_targets(documents);
+  MeanLoss mean(options.numerics, mesh, result.num_targets);
+  if (options.grads) sharded->zero_grads();
 
+  std::vector<Tensor> logits, logprobs, local_logits, local_logprobs;
+  for (const Documents& documents : micro_batches) {
+    const parallel::ParallelPlan plan(
+        config, options.numerics, mesh, documents.packing, options.cp_cuts);
+    const parallel::TokenPlan& tokens = plan.tokens();
+    PatternTrace trace(options.trace);
+    if (&documents == micro_batches.data()) result.local_begin = tokens.begin;
+    auto start = std::chrono::steady_clock::now();
+    const Tensor loss = forward(plan,
+                                documents,
+                                result.num_targets,
+                                options.trace.empty() ? nullptr : &trace,
+                                mean,
+                                result);
+    result.forward_s += seconds_since(start);
+    if (options.grads) {
+      start = std::chrono::steady_clock::now();
+      loss.backward();
+      result.backward_s += seconds_since(start);
+    }
+
+    const auto gather = [&](const Tensor& local, std::string_view what) {
+      return mesh.tokens().all_gather_rows(local.contiguous(), tokens.rows, what);
+    };
+    local_logprobs.push_back(result.local_logprobs);
+    logprobs.push_back(gather(result.local_logprobs, "logprobs"));
+    if (options.logits) {
+      local_logits.push_back(result.local_logits);
+      logits.push_back(gather(result.local_logits, "logits"));
+    }
+    for (const PatternTrace::Named& part : {trace.values(), trace.gradients()}) {
+      for (const auto& [name, value] : part) {
+        // Selected keys are rows of this rank's row of documents; -1 stays -1.
+        const Tensor in_batch = name.ends_with(".indexer") && tokens.row_begin > 0
+                                    ? at::where(value.ge(0), value + tokens.row_begin, value)
+                                    : value;
+        result.trace.emplace_back(name, gather(in_batch, name));
+      }
+    }
+  }
+  result.loss = mean.value();
+  const auto join = [](const std::vector<Tensor>& parts) {
+    return parts.empty() ? Tensor() : parts.size() == 1 ? parts[0] : at::cat(parts);
+  };
+  result.logits = join(logits);
+  result.logprobs = join(logprobs);
+  result.local_logits = join(local_logits);
+  result.local_logprobs = join(local_logprobs);
   if (options.grads) {
-    start = std::chrono::steady_clock::now();
-    sharded->zero_grads();
-    loss.backward();
-    result.backward_s = seconds_since(start);
     const OpScope time("gradients out");
     result.grads = whole(true, [&](const parallel::Shard& shard) {
       return shard.grad.defined() ? shard.grad
                                   : at::zeros(shard.value.sizes(), options.numerics.acc());
     });
-  }
-
-  const auto gather = [&](const Tensor& local, std::string_view what) {
-    return mesh.tokens().all_gather_rows(local.contiguous(), tokens.rows, what);
-  };
-  result.logprobs = gather(result.local_logprobs, "logprobs");
-  if (options.logits) result.logits = gather(result.local_logits, "logits");
-  for (const PatternTrace::Named& part : {trace.values(), trace.gradients()}) {
-    for (const auto& [name, value] : part) {
-      // Selected keys are rows of this rank's row of documents; -1 stays -1.
-      const Tensor in_batch = name.ends_with(".indexer") && tokens.row_begin > 0
-                                  ? at::where(value.ge(0), value + tokens.row_begin, value)
-                                  : value;
-      result.trace.emplace_back(name, gather(in_batch, name));
-    }
   }
   result.non_finite = non_finite.text();
   result.peak_rss_bytes = peak_rss_bytes();
@@ -222,19 +303,20 @@ TrainStep Trainer::Impl::train_step(const std::vector<Documents>& micro_batches)
   for (const Documents& documents : micro_batches) step.num_targets += num_targets(documents);
   const bool balances = options.router_bias_speed > 0;
   RouterLoad load(config);
+  MeanLoss mean(options.numerics, mesh, step.num_targets);
   sharded->zero_grads();
   for (const Documents& documents : micro_batches) {
     const parallel::ParallelPlan plan(config, options.numerics, mesh, documents.packing, {});
     TrainerResult part;
     auto start = std::chrono::steady_clock::now();
     const Tensor loss =
-        forward(plan, documents, step.num_targets, balances ? &load : nullptr, part);
-    step.loss += sum_over_ranks(part.loss);
+        forward(plan, documents, step.num_targets, balances ? &load : nullptr, mean, part);
     step.forward_s += seconds_since(start);
     start = std::chrono::steady_clock::now();
     loss.backward();
     step.backward_s += seconds_since(start);
   }
+  step.loss = mean.value();
   const auto start = std::chrono::steady_clock::now();
   step.optimizer = optimizer->step();
   if (balances) {
@@ -256,7 +338,11 @@ Trainer::Trainer(std::shared_ptr<const model::WeightSource> source,
 
 Trainer::~Trainer() = default;
 
-TrainerResult Trainer::run(const Documents& documents) { return impl_->run(documents); }
+TrainerResult Trainer::run(const Documents& documents) { return impl_->run({&documents, 1}); }
+
+TrainerResult Trainer::run(const std::vector<Documents>& micro_batches) {
+  return impl_->run(micro_batches);
+}
 
 TrainStep Trainer::train_step(const std::vector<Documents>& micro_batches) {
   return impl_->train_step(micro_batches);

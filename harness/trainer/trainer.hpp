@@ -77,6 +77,10 @@ class Trainer {
   /// All ranks call it with the same documents. Throws kInput for ids outside the vocabulary, kComm
   /// when a peer fails.
   TrainerResult run(const Documents& documents);
+  /// Several micro-batches one after the other, at least one: the loss is the mean over the targets
+  /// of all of them, gradients are added up. Rows of the result follow each other, micro-batch by
+  /// micro-batch; local_begin is that of the first.
+  TrainerResult run(const std::vector<Documents>& micro_batches);
 
   /// Forward and backward of each micro-batch, gradients added up, then one step of the optimizer.
   /// The loss is divided by the targets of all of them, so cutting a batch differently changes

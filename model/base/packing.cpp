@@ -55,6 +55,23 @@ Packing Packing::shard(int64_t begin, int64_t end) const {
   return Packing(cu_seqlens_, begin, end);
 }
 
+std::vector<int64_t> Packing::tile_bounds() const {
+  std::vector<int64_t> bounds{0};
+  for (const Segment& s : segments_) {
+    LOCKSTEP_CHECK(
+        s.position % kTileTokens == 0,
+        kMesh,
+        "packing: document {} is cut at its token {}; cut at multiples of {} tokens from "
+        "a document's start",
+        s.document,
+        s.position,
+        kTileTokens);
+    for (int64_t row = s.begin; row < s.end; row += kTileTokens)
+      bounds.push_back(std::min(row + kTileTokens, s.end));
+  }
+  return bounds;
+}
+
 bool Packing::continues_from_left() const {
   return !segments_.empty() && segments_.front().length() > 0 && segments_.front().position > 0;
 }

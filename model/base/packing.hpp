@@ -6,6 +6,9 @@
 
 namespace lockstep {
 
+/// Tokens of a canonical tile, counted from the start of each document.
+inline constexpr int64_t kTileTokens = 64;
+
 /// A run of consecutive local rows that belong to one document.
 struct Segment {
   int64_t document;  ///< index of the document in the global row
@@ -48,6 +51,10 @@ class Packing {
   [[nodiscard]] const std::vector<Segment>& segments() const { return segments_; }
   /// Local boundaries of segments(): {0, ..., local_tokens}, one more entry than segments.
   [[nodiscard]] const std::vector<int64_t>& local_cu_seqlens() const { return local_cu_; }
+
+  /// Local bounds {0, ..., local_tokens} of the tiles of kTileTokens rows of every piece; the last
+  /// tile of a document may be shorter. Throws kMesh if this shard starts inside a tile.
+  [[nodiscard]] std::vector<int64_t> tile_bounds() const;
 
   /// The first local piece continues a document that started before this shard.
   [[nodiscard]] bool continues_from_left() const;

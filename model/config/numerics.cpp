@@ -11,9 +11,12 @@ struct PolicyRow {
   Width width;
   uint8_t SwitchInfo::*column;
   std::vector<std::pair<std::string_view, std::string_view>> overrides;
+  bool exact_sums = false;
 };
 
 const std::vector<PolicyRow>& policies() {
+  const std::vector<std::pair<std::string_view, std::string_view>> invariant_f32 = {
+      {"D06", "fixed"}, {"D62", "handover"}, {"D63", "fixed-tiles"}};
   static const std::vector<PolicyRow> rows = {
       {"float64", Width::kFloat64, &SwitchInfo::plain, {}},
       {"float32", Width::kFloat32, &SwitchInfo::plain, {}},
@@ -32,6 +35,21 @@ const std::vector<PolicyRow>& policies() {
        Width::kBFloat16,
        &SwitchInfo::engine,
        {{"D41", "carry"}, {"D57", "fp8"}, {"D64", "live"}, {"D65", "refreshed"}}},
+      {"invariant-f32", Width::kFloat32, &SwitchInfo::plain, invariant_f32, true},
+      {"invariant-bf16",
+       Width::kBFloat16,
+       &SwitchInfo::trainer,
+       {{"D01", "fp32"},
+        {"D02", "fp32"},
+        {"D03", "fp32"},
+        {"D06", "fixed"},
+        {"D39", "ascending"},
+        {"D46", "fixed"},
+        {"D55", "act-ascending"},
+        {"D62", "handover"},
+        {"D63", "fixed-tiles"}},
+       true},
+      {"invariant", Width::kFloat32, &SwitchInfo::plain, invariant_f32, true},
   };
   return rows;
 }
@@ -44,6 +62,7 @@ Numerics Numerics::policy(std::string_view name) {
     Numerics result;
     result.name_ = std::string(name);
     result.width_ = row.width;
+    result.exact_sums_ = row.exact_sums;
     for (size_t i = 0; i < kNumSwitches; ++i) result.values_[i] = kSwitches[i].*row.column;
     for (const auto& [id, value] : row.overrides) result.set(id, value);
     result.name_ = std::string(name);
@@ -69,6 +88,18 @@ at::ScalarType Numerics::act() const {
 
 at::ScalarType Numerics::acc() const {
   return width_ == Width::kFloat64 ? at::kDouble : at::kFloat;
+}
+
+bool Numerics::invariant() const {
+  return exact_sums_ && !is<Switch::kHcProjection>("tf32-above-32") &&
+         !is<Switch::kHcSplitK>("by-tokens") && !is<Switch::kHcStreamInput>("unrounded-upto-32") &&
+         is<Switch::kKdaAlgorithm>("chunk64") && is<Switch::kChunkOrigin>("document") &&
+         is<Switch::kPoolPhase>("document") && is<Switch::kTopkTies>("low-index") &&
+         is<Switch::kSelectionOrder>("ascending") && !is<Switch::kShortShortcut>("per-batch") &&
+         is<Switch::kMlaForm>("absorbed") && is<Switch::kDkvAccumulation>("fixed") &&
+         is<Switch::kRouterTies>("low-index") && !is<Switch::kExpertSum>("unordered") &&
+         is<Switch::kTpPartialSums>("one") && is<Switch::kCpKdaState>("handover") &&
+         is<Switch::kGemmRows>("fixed-tiles");
 }
 
 std::string_view Numerics::value(Switch s) const {

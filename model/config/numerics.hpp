@@ -41,8 +41,8 @@ struct ValueOf {
 /// have no effect there.
 class Numerics {
  public:
-  /// The policy of that name: float64, float32, hf-bf16, fsdp-bf16, fsdp-fp32-islands. Throws
-  /// kConfig listing the names otherwise.
+  /// The policy of that name: float64, float32, hf-bf16, fsdp-bf16, fsdp-fp32-islands,
+  /// invariant-f32 (also "invariant"), invariant-bf16. Throws kConfig listing the names otherwise.
   static Numerics policy(std::string_view name);
   static std::vector<std::string> policy_names();
 
@@ -53,6 +53,10 @@ class Numerics {
   /// dtype of accumulators, statistics, exponents and losses.
   [[nodiscard]] at::ScalarType acc() const;
   [[nodiscard]] bool is_bf16() const { return width_ == Width::kBFloat16; }
+  /// Logits, loss and gradients are the same bytes for every topology and every way to pack the
+  /// same documents: an invariant policy in which every switch this rests on has its value. Sums
+  /// over tokens are then exact, and the sequence is cut at canonical tiles only.
+  [[nodiscard]] bool invariant() const;
 
   /// num.is<Switch::kHcFn>("bf16")
   template <Switch S>
@@ -74,6 +78,7 @@ class Numerics {
  private:
   std::string name_;
   Width width_ = Width::kFloat32;
+  bool exact_sums_ = false;
   std::array<uint8_t, kNumSwitches> values_{};
 };
 

@@ -1,10 +1,12 @@
 // What every layer needs besides its input.
 #pragma once
 
+#include <map>
 #include <string>
 #include <vector>
 
 #include "model/base/packing.hpp"
+#include "model/base/weight.hpp"
 #include "model/config/model_config.hpp"
 #include "model/config/numerics.hpp"
 #include "model/seams/param_view.hpp"
@@ -26,6 +28,9 @@ struct Seams {
   static Seams local();
 };
 
+/// The exact sums that gradients of a unit's parameters go to, by name.
+using GradientSums = std::map<std::string, ExactSum>;
+
 /// References stay valid for the whole forward and backward pass. `packing` is a private copy: a
 /// layer that is recomputed sees the boundaries its first forward saw, whatever the caller has done
 /// to its own since.
@@ -39,6 +44,8 @@ struct LayerContext {
   bool reference = false;      ///< plain reference operators
   const std::vector<Tensor>* replay =
       nullptr;  ///< per layer experts [T_local, k] to use instead of choosing; may be null
+  RowBlocks blocks = nullptr;    ///< canonical tiles of local tokens, where a unit set them
+  GradientSums* sums = nullptr;  ///< likewise
 
   /// Passes `value` to the trace if it is wanted.
   void record(const std::string& name, const Tensor& value) const {
@@ -46,7 +53,14 @@ struct LayerContext {
   }
   /// The same with other parameters.
   [[nodiscard]] LayerContext with(ParamView& other, TraceSink* sink) const {
-    return {config, num, packing, other, seams, sink, reference, replay};
+    return {config, num, packing, other, seams, sink, reference, replay, blocks, sums};
+  }
+  /// A parameter, with the sum its gradient goes to where there are sums.
+  [[nodiscard]] Weight weight(const std::string& name) const {
+    Weight w(params.get(name), ExactSum(), blocks);
+    if (sums != nullptr && params.wants_grad(name))
+      w.sum = sums->try_emplace(name, w.value.sizes(), "gradient of " + name).first->second;
+    return w;
   }
 };
 
@@ -58,7 +72,7 @@ class LayerNames {
   [[nodiscard]] std::string operator()(std::string_view rest) const {
     return prefix_ + std::string(rest);
   }
-  [[nodiscard]] Tensor param(std::string_view rest) const { return ctx_.params.get((*this)(rest)); }
+  [[nodiscard]] Weight param(std::string_view rest) const { return ctx_.weight((*this)(rest)); }
   void record(std::string_view rest, const Tensor& value) const {
     ctx_.record((*this)(rest), value);
   }

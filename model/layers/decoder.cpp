@@ -19,12 +19,13 @@ HcPre boundary(const LayerContext& ctx,
                std::string_view norm) {
   const HcParams params{ctx.config.rms_norm_eps, ctx.config.hc_eps, ctx.config.hc_sinkhorn_iters};
   const std::string prefix(hc);
-  const Tensor fn = name.param(prefix + ".fn"), base = name.param(prefix + ".base"),
+  const Weight fn = name.param(prefix + ".fn"), base = name.param(prefix + ".base"),
                scale = name.param(prefix + ".scale");
-  const Tensor weight = name.param(norm);
+  const Weight weight = name.param(norm);
   const OpScope time("hyper-connection in");
-  return ctx.reference ? hc_pre_reference(x, fn, base, scale, weight, params, ctx.num)
-                       : hc_pre(x, fn, base, scale, weight, params, ctx.num);
+  return ctx.reference
+             ? hc_pre_reference(x, fn.value, base.value, scale.value, weight.value, params, ctx.num)
+             : hc_pre(x, fn, base, scale, weight, params, ctx.num);
 }
 
 Tensor mix(const LayerContext& ctx, const Tensor& y, const Tensor& x, const HcPre& pre) {
@@ -88,18 +89,16 @@ Tensor run_layers(const LayerContext& ctx,
 Tensor embed_streams(const LayerContext& ctx, const Tensor& ids) {
   const OpScope time("embedding");
   const Tensor embedded = embedding(
-      ids, ctx.params.get("embed_tokens.weight"), ctx.config.pad_token_id.value_or(-1), ctx.num);
-  return embedded.unsqueeze(1)
-      .expand({embedded.size(0), ctx.config.hc_mult, embedded.size(1)})
-      .contiguous();
+      ids, ctx.weight("embed_tokens.weight"), ctx.config.pad_token_id.value_or(-1), ctx.num);
+  return hc_copy(embedded, ctx.config.hc_mult, ctx.num);
 }
 
 Tensor finish(const LayerContext& ctx, const Tensor& x_TnD) {
   const OpScope time("final norm");
   const Tensor mean = hc_mean(x_TnD, ctx.num);
-  const Tensor weight = ctx.params.get("norm.weight");
+  const Weight weight = ctx.weight("norm.weight");
   const Tensor h = ctx.reference
-                       ? rms_norm_reference(mean, weight, ctx.config.rms_norm_eps, ctx.num)
+                       ? rms_norm_reference(mean, weight.value, ctx.config.rms_norm_eps, ctx.num)
                        : rms_norm(mean, weight, ctx.config.rms_norm_eps, ctx.num);
   ctx.record("norm", h);
   return h;

@@ -26,14 +26,14 @@ Tensor select(const LayerContext& ctx,
   const Tensor k_raw = project(x, "self_attn.indexer.wk.weight");
   const Tensor k_local = timed("indexer pooling", [&] {
     return indexer_layer_norm(k_raw,
-                              name.param("self_attn.indexer.k_norm.weight"),
-                              name.param("self_attn.indexer.k_norm.bias"),
+                              name.param("self_attn.indexer.k_norm.weight").value,
+                              name.param("self_attn.indexer.k_norm.bias").value,
                               num);
   });
   const Tensor gate_local = project(x, "self_attn.indexer.gate.weight");
   const Tensor k = ctx.seams.sequence.gather_rows(k_local, name("index keys"));
   const Tensor gate = ctx.seams.sequence.gather_rows(gate_local, name("index gates"));
-  const Tensor ape = name.param("self_attn.indexer.ape");
+  const Tensor ape = name.param("self_attn.indexer.ape").value;
   const std::vector<int64_t>& cu = ctx.packing.cu_seqlens();
   const Tensor pooled = timed("indexer pooling", [&] {
     return ctx.reference ? pool_keys_reference(k, gate, ape, cu, cfg.index_kpool, num)
@@ -42,7 +42,7 @@ Tensor select(const LayerContext& ctx,
 
   const Tensor q = project(cq, "self_attn.indexer.wq_b.weight")
                        .view({x.size(0), cfg.index_n_heads, cfg.index_head_dim});
-  const Tensor weights_proj = name.param("self_attn.indexer.weights_proj.weight");
+  const Weight weights_proj = name.param("self_attn.indexer.weights_proj.weight");
   const Tensor head_weight = timed("indexer projections", [&] {
     return num.is<Switch::kIndexerHeadWeights>("fp32") ? linear_acc(x, weights_proj, num)
                                                        : linear(x, weights_proj, num);
@@ -57,6 +57,17 @@ Tensor select(const LayerContext& ctx,
                        : select_keys(q, head_weight, pooled, ctx.packing, params, num);
 }
 
+/// Latents of the whole row. All later queries of a document add to a latent's gradient: exactly,
+/// where the parameters' gradients are.
+Weight gather_latents(const LayerContext& ctx,
+                      const Tensor& local,
+                      bool exact,
+                      const std::string& what) {
+  if (!exact) return ctx.seams.sequence.gather_rows(local, what);
+  const ExactSum sum({ctx.packing.global_tokens(), local.size(1)}, what + " gradient");
+  return {ctx.seams.sequence.gather_rows_exact(local, sum, what), sum, nullptr};
+}
+
 }  // namespace
 
 Tensor dsa_mixer(const LayerContext& ctx, int64_t layer, const Tensor& x_TD, Tensor& selection) {
@@ -64,13 +75,14 @@ Tensor dsa_mixer(const LayerContext& ctx, int64_t layer, const Tensor& x_TD, Ten
   const Numerics& num = ctx.num;
   const LayerNames name(ctx, layer);
   const int64_t tokens = x_TD.size(0);
-  const auto project = [&](const Tensor& value, const Tensor& weight) {
+  const auto project = [&](const Tensor& value, const Weight& weight) {
     return timed("attention projections", [&] { return linear(value, weight, num); });
   };
   const auto norm = [&](const Tensor& value, std::string_view weight) {
     const OpScope time("attention norms");
-    return ctx.reference ? rms_norm_reference(value, name.param(weight), cfg.rms_norm_eps, num)
-                         : rms_norm(value, name.param(weight), cfg.rms_norm_eps, num);
+    return ctx.reference
+               ? rms_norm_reference(value, name.param(weight).value, cfg.rms_norm_eps, num)
+               : rms_norm(value, name.param(weight), cfg.rms_norm_eps, num);
   };
 
   const Tensor cq_TR = norm(project(x_TD, name.param("self_attn.q_a_proj.weight")),
@@ -92,16 +104,17 @@ Tensor dsa_mixer(const LayerContext& ctx, int64_t layer, const Tensor& x_TD, Ten
 
   // Heads of this rank.
   TensorSplit& tensor = ctx.seams.tensor;
-  const Tensor q_b = name.param("self_attn.q_b_proj.weight");
-  const int64_t heads = q_b.size(0) / cfg.qk_nope_head_dim;
+  const Weight q_b = name.param("self_attn.q_b_proj.weight");
+  const int64_t heads = q_b.value.size(0) / cfg.qk_nope_head_dim;
   const Tensor q = project(tensor.enter(cq_TR, name("queries")), q_b)
                        .view({tokens, heads, cfg.qk_nope_head_dim});
-  const Tensor latent =
-      ctx.seams.sequence.gather_rows(tensor.enter(c_TR, name("latents")), name("latents"));
-  const Tensor kv_b = name.param("self_attn.kv_b_proj.weight");
+  const Weight kv_b = name.param("self_attn.kv_b_proj.weight");
+  const Weight latent =
+      gather_latents(ctx, tensor.enter(c_TR, name("latents")), kv_b.sum.defined(), name("latents"));
   const Tensor o = timed("sparse attention", [&] {
-    return ctx.reference ? sparse_mla_reference(q, latent, kv_b, selection, cfg.v_head_dim, num)
-                         : sparse_mla(q, latent, kv_b, selection, cfg.v_head_dim, num);
+    return ctx.reference
+               ? sparse_mla_reference(q, latent.value, kv_b.value, selection, cfg.v_head_dim, num)
+               : sparse_mla(q, latent, kv_b, selection, cfg.v_head_dim, num);
   });
   const OpScope time("attention projections");
   return project_out(ctx,

@@ -18,8 +18,8 @@ Tensor kda_mixer(const LayerContext& ctx, int64_t layer, const Tensor& x_TD) {
   const LayerNames name(ctx, layer);
   TensorSplit& tensor = ctx.seams.tensor;
   // Heads of this rank.
-  const Tensor a_log = name.param("self_attn.A_log");
-  const int64_t heads = a_log.size(0), dim = cfg.linear_head_dim, width = heads * dim;
+  const Weight a_log = name.param("self_attn.A_log");
+  const int64_t heads = a_log.value.size(0), dim = cfg.linear_head_dim, width = heads * dim;
   const int64_t tokens = x_TD.size(0);
   const std::vector<int64_t>& cu = ctx.packing.local_cu_seqlens();
 
@@ -40,13 +40,13 @@ Tensor kda_mixer(const LayerContext& ctx, int64_t layer, const Tensor& x_TD) {
                                         ctx.packing,
                                         name("conv halo"));
   }
-  const Tensor conv = name.param("self_attn.conv1d.weight");  // rows q, k, v
+  const Weight conv = name.param("self_attn.conv1d.weight");  // rows q, k, v
   for (size_t i = 0; i < qkv.size(); ++i) {
     const auto first = static_cast<int64_t>(i) * width;
     const Tensor part_halo = halo.defined() ? halo.narrow(2, first, width).contiguous() : Tensor();
-    const Tensor weight = conv.narrow(0, first, width);
+    const Weight weight = conv.rows(first, width);
     const OpScope time("convolution");
-    qkv[i] = ctx.reference ? conv_silu_reference(qkv[i], weight, cu, part_halo, num)
+    qkv[i] = ctx.reference ? conv_silu_reference(qkv[i], weight.value, cu, part_halo, num)
                            : conv_silu(qkv[i], weight, cu, part_halo, num);
   }
 
@@ -61,8 +61,11 @@ Tensor kda_mixer(const LayerContext& ctx, int64_t layer, const Tensor& x_TD) {
   in.v = qkv[2].view({tokens, heads, dim});
   in.f = forget.view({tokens, heads, dim});
   in.beta_logit = project(x_in, "self_attn.b_proj.weight");
-  in.a_log = a_log;
-  in.dt_bias = name.param("self_attn.dt_bias");
+  const Weight dt_bias = name.param("self_attn.dt_bias");
+  in.a_log = a_log.value;
+  in.a_log_sum = a_log.sum;
+  in.dt_bias = dt_bias.value;
+  in.dt_bias_sum = dt_bias.sum;
   in.cu = cu;
   in.lower_bound = cfg.linear_lower_bound;
   const Recurrence recurrence{.sizes = {heads, dim, dim},
@@ -89,9 +92,10 @@ Tensor kda_mixer(const LayerContext& ctx, int64_t layer, const Tensor& x_TD) {
   const Tensor gate =
       project(low_rank("g"), "self_attn.g_b_proj.weight").view({tokens, heads, dim});
   // One weight for all heads: each rank's gradient is that of its heads.
-  const Tensor norm = tensor.enter(name.param("self_attn.o_norm.weight"), name("self_attn.o_norm"));
+  Weight norm = name.param("self_attn.o_norm.weight");
+  norm.value = tensor.enter(norm.value, name("self_attn.o_norm"));
   const Tensor y = timed("kda gated norm", [&] {
-    return ctx.reference ? gated_rms_norm_reference(o_THV, gate, norm, cfg.rms_norm_eps, num)
+    return ctx.reference ? gated_rms_norm_reference(o_THV, gate, norm.value, cfg.rms_norm_eps, num)
                          : gated_rms_norm(o_THV, gate, norm, cfg.rms_norm_eps, num);
   });
   const OpScope time("kda projections");

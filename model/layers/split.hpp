@@ -12,7 +12,7 @@ namespace lockstep::model {
 /// are not.
 Tensor project_out(const LayerContext& ctx,
                    const Tensor& y,
-                   const Tensor& weight,
+                   const Weight& weight,
                    const std::string& what);
 
 /// Clamped SwiGLU of x (entered) with gate and up split by rows and down as in project_out. Where

@@ -49,10 +49,15 @@ struct InnerGraph {
       : view(ctx.params) {
     const at::AutoGradMode enable(true);
     if (outer_x.defined()) x = outer_x.detach().requires_grad_(outer_x.requires_grad());
-    const LayerContext inner = ctx.with(view, trace);
+    LayerContext inner = ctx.with(view, trace);
+    if (ctx.num.invariant()) {
+      inner.blocks = std::make_shared<const std::vector<int64_t>>(ctx.packing.tile_bounds());
+      inner.sums = &sums;
+    }
     out = body(inner, x);
   }
   LeafView view;
+  GradientSums sums;  ///< of an invariant policy
   Tensor x, out;
 };
 
@@ -87,11 +92,21 @@ class UnitNode final : public Node {
     if (!wanted.empty() && graph_->out.requires_grad())
       found = torch::autograd::grad({graph_->out}, wanted, {grads[0]}, std::nullopt, false, true);
     found.resize(wanted.size());
+    const GradientSums sums = std::move(graph_->sums);
     graph_.reset();  // activations go before the gradients are reduced
     std::vector<NamedGrad> named;
     for (size_t i = 0; i < names.size(); ++i) {
-      Tensor& grad = found[first_param + i];
-      if (grad.defined()) named.push_back({names[i], grad});
+      const Tensor& grad = found[first_param + i];
+      const auto sum = sums.find(names[i]);
+      LOCKSTEP_CHECK(sum == sums.end() || !grad.defined(),
+                     kInternal,
+                     "unit {}: an operator formed the gradient of {} beside its exact sum; in the "
+                     "invariant policies only the fast operators have gradients",
+                     unit_,
+                     names[i]);
+      if (grad.defined()) named.push_back({names[i], grad, {}});
+      if (sum != sums.end() && !sum->second.empty())
+        named.push_back({names[i], {}, sum->second.pairs()});
     }
     ctx_.params.add_grads(unit_, std::move(named));
     ctx_.params.leave(unit_, Pass::kBackward);

@@ -18,7 +18,8 @@ enum class Pass : uint8_t { kForward, kBackward };
 
 struct NamedGrad {
   std::string name;
-  Tensor grad;  ///< in the dtype of the value get() returned; never undefined
+  Tensor grad;   ///< in the dtype of the value get() returned; undefined if pairs are given
+  Tensor pairs;  ///< invariant policies: the pairs of an ExactSum instead, [2, shape...] float64
 };
 
 /// The model enters a unit, gets its parameters, and leaves it; in backward again, in reverse order

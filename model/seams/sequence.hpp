@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "model/base/exact_sum.hpp"
 #include "model/base/packing.hpp"
 #include "model/base/torch.hpp"
 
@@ -44,6 +45,12 @@ class SequenceSeam {
   /// gradient is summed over ranks.
   virtual Tensor gather_rows(const Tensor& local, std::string_view what) = 0;
 
+  /// The same rows. Their gradient is not what arrives but the sum over ranks of `sum`, which has
+  /// the shape of the result, rounded once to the rows' dtype.
+  virtual Tensor gather_rows_exact(const Tensor& local,
+                                   const ExactSum& sum,
+                                   std::string_view what) = 0;
+
   /// The width - 1 rows before each local segment, [S, width - 1, C], oldest first; zeros before a
   /// document's start. Undefined when no local segment continues a document. x [T_local, C].
   /// Differentiable.
@@ -65,6 +72,9 @@ class LocalSequence final : public SequenceSeam {
  public:
   [[nodiscard]] bool is_local() const override { return true; }
   Tensor gather_rows(const Tensor& local, std::string_view) override { return local; }
+  Tensor gather_rows_exact(const Tensor& local, const ExactSum& sum, std::string_view) override {
+    return with_exact_gradient(local, sum);
+  }
   Tensor conv_halo(const Tensor&, int64_t, const Packing&, std::string_view) override { return {}; }
   Tensor recur(const Recurrence& recurrence, const Packing&, std::string_view) override {
     return recurrence.run({}).o;

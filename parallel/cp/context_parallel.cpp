@@ -60,6 +60,40 @@ std::string what_of(AutogradContext* ctx) {
   return ctx->saved_data["what"].toStringRef() + " gradient";
 }
 
+/// Rows of all ranks; the gradient is an exact sum's.
+class GatherRowsExact : public torch::autograd::Function<GatherRowsExact> {
+ public:
+  struct Holder : torch::CustomClassHolder {
+    explicit Holder(ExactSum s) : sum(std::move(s)) {}
+    ExactSum sum;
+  };
+  static Tensor forward(AutogradContext* ctx,
+                        const Tensor& local,
+                        const Shards* shards,
+                        const ExactSum& sum,
+                        std::string_view what) {
+    remember(ctx, *shards, what);
+    ctx->saved_data["sum"] = c10::IValue::make_capsule(c10::make_intrusive<Holder>(sum));
+    ctx->saved_data["dtype"] = static_cast<int64_t>(local.scalar_type());
+    ctx->set_materialize_grads(false);
+    return shards->group().all_gather_rows(local.contiguous(), shards->rows(), what);
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list&) {
+    const auto holder =
+        c10::static_intrusive_pointer_cast<Holder>(ctx->saved_data["sum"].toCapsule());
+    const Tensor pairs = holder->sum.pairs();
+    ExactSum::carry(pairs);
+    // Rows first: [rows, 2, ...].
+    const Tensor mine = shards_of(ctx).group().reduce_scatter_rows(
+        pairs.transpose(0, 1).contiguous(), shards_of(ctx).rows(), what_of(ctx));
+    const Tensor value = ExactSum::value_of(mine.transpose(0, 1), what_of(ctx));
+    return {value.to(static_cast<at::ScalarType>(ctx->saved_data["dtype"].toInt())),
+            Tensor(),
+            Tensor(),
+            Tensor()};
+  }
+};
+
 /// Receives a state from the left; its gradient goes back there.
 class ReceiveState : public torch::autograd::Function<ReceiveState> {
  public:
@@ -210,6 +244,12 @@ class ContextParallel final : public model::SequenceSeam {
   Tensor gather_rows(const Tensor& local, std::string_view what) override {
     return parallel::gather_rows(
         shards_.group(), local, shards_.rows(), GatheredUse::kDiffers, what);
+  }
+
+  Tensor gather_rows_exact(const Tensor& local,
+                           const ExactSum& sum,
+                           std::string_view what) override {
+    return GatherRowsExact::apply(local, &shards_, sum, what);
   }
 
   Tensor conv_halo(const Tensor& x,

@@ -74,6 +74,7 @@ class ExpertParallel final : public model::TokenExchange {
 
   model::Dispatched dispatch(const Tensor& rows,
                              const std::vector<int64_t>& offsets,
+                             const Tensor& tags,
                              std::string_view what) override {
     const auto route = std::make_shared<Route>(group_);
     const int64_t size = group_.size();
@@ -115,6 +116,18 @@ class ExpertParallel final : public model::TokenExchange {
     route->inverse = at::empty_like(route->order);
     route->inverse.index_put_({route->order}, at::arange(starts.back(), at::kLong));
 
+    if (tags.defined()) {
+      // The same block of two ranks is two blocks.
+      const Tensor arrived = group_
+                                 .all_to_all_rows((tags + (group_.rank() << 32)).contiguous(),
+                                                  route->send,
+                                                  route->receive,
+                                                  std::string(what) + " blocks")
+                                 .index_select(0, route->order);
+      const auto* tag = static_cast<const int64_t*>(arrived.const_data_ptr());
+      result.blocks =
+          model::runs_of_tags({tag, static_cast<size_t>(arrived.size(0))}, result.offsets);
+    }
     result.rows = Travel::apply(rows, route, true, what);
     result.plan = route;
     return result;

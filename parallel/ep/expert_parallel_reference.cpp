@@ -48,6 +48,7 @@ class GatheredExperts final : public model::TokenExchange {
 
   model::Dispatched dispatch(const Tensor& rows,
                              const std::vector<int64_t>& offsets,
+                             const Tensor& tags,
                              std::string_view what) override {
     const auto plan = std::make_shared<GatheredRows>();
     const auto size = static_cast<size_t>(group_.size());
@@ -86,6 +87,16 @@ class GatheredExperts final : public model::TokenExchange {
     result.rows =
         GatherAll::apply(rows, &group_, plan->rows_of_rank, what).index_select(0, plan->mine);
     result.plan = plan;
+    if (tags.defined()) {
+      const Tensor arrived = group_
+                                 .all_gather_rows((tags + (group_.rank() << 32)).contiguous(),
+                                                  plan->rows_of_rank,
+                                                  std::string(what) + " blocks")
+                                 .index_select(0, plan->mine);
+      const auto* tag = static_cast<const int64_t*>(arrived.const_data_ptr());
+      result.blocks =
+          model::runs_of_tags({tag, static_cast<size_t>(arrived.size(0))}, result.offsets);
+    }
     return result;
   }
 

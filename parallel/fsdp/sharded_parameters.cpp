@@ -3,6 +3,8 @@
 #include <cstring>
 #include <utility>
 
+#include "model/base/exact_sum.hpp"
+
 namespace lockstep::parallel {
 namespace {
 
@@ -179,10 +181,12 @@ void ShardedParameters::leave(int64_t unit, model::Pass pass) {
   }
 }
 
-void ShardedParameters::reduce(const Bucket& bucket, const std::map<size_t, Tensor>& grads) {
+void ShardedParameters::reduce(const Bucket& bucket,
+                               const std::map<size_t, model::NamedGrad>& grads) {
   const at::NoGradGuard no_grad;
   const int64_t size = bucket.group->size();
-  // By rank, then by parameter, like the gathered values.
+  const int64_t parts = options_.exact ? 2 : 1;  // of every element: high and low, or the gradient
+  // By rank, then by parameter, like the gathered values; then by part.
   std::vector<int64_t> elements(static_cast<size_t>(size), 0);
   std::vector<size_t> params;
   for (const size_t i : bucket.params) {
@@ -190,22 +194,31 @@ void ShardedParameters::reduce(const Bucket& bucket, const std::map<size_t, Tens
     params.push_back(i);
     const std::vector<int64_t> rows = cuts(shards_[i]);
     for (size_t r = 0; r < elements.size(); ++r)
-      elements[r] += (rows[r + 1] - rows[r]) * row_elements(shards_[i].spec.shape);
+      elements[r] += parts * (rows[r + 1] - rows[r]) * row_elements(shards_[i].spec.shape);
   }
   if (params.empty()) return;
   int64_t total = 0;
   for (const int64_t e : elements) total += e;
-  const Tensor send = at::zeros({total}, at::TensorOptions(options_.wide));
+  const Tensor send =
+      at::zeros({total}, at::TensorOptions(options_.exact ? at::kDouble : options_.wide));
   int64_t at = 0;
   for (size_t r = 0; r < elements.size(); ++r) {
     for (const size_t i : params) {
       const std::vector<int64_t> rows = cuts(shards_[i]);
       const int64_t count = (rows[r + 1] - rows[r]) * row_elements(shards_[i].spec.shape);
       const auto found = grads.find(i);
-      if (found != grads.end() && count > 0)
+      for (int64_t part = 0; part < parts; ++part, at += count) {
+        if (found == grads.end() || count == 0) continue;
+        const model::NamedGrad& g = found->second;
+        LOCKSTEP_CHECK(g.pairs.defined() == options_.exact,
+                       kInternal,
+                       "parameters: the gradient of {} must {}come as an exact sum",
+                       g.name,
+                       options_.exact ? "" : "not ");
+        const Tensor whole = options_.exact ? g.pairs.select(0, part) : g.grad;
         send.narrow(0, at, count)
-            .copy_(found->second.narrow(0, rows[r], rows[r + 1] - rows[r]).reshape({-1}));
-      at += count;
+            .copy_(whole.narrow(0, rows[r], rows[r + 1] - rows[r]).reshape({-1}));
+      }
     }
   }
   const std::string what = fmt::format(
@@ -215,26 +228,44 @@ void ShardedParameters::reduce(const Bucket& bucket, const std::map<size_t, Tens
   at = 0;
   for (const size_t i : params) {
     Shard& shard = shards_[i];
-    const Tensor part = mine.narrow(0, at, shard.value.numel()).view(shard.value.sizes());
-    at += shard.value.numel();
-    if (shard.grad.defined()) {
-      shard.grad.add_(part);
-    } else {
-      shard.grad = part.clone();
-    }
+    const int64_t count = parts * shard.value.numel();
+    add_to_shard(shard, mine.narrow(0, at, count));
+    at += count;
   }
 }
 
+/// part: the flat gradient of the shard, or both parts of it one after the other.
+void ShardedParameters::add_to_shard(Shard& shard, const Tensor& part) const {
+  if (!options_.exact) {
+    const Tensor grad = part.view(shard.value.sizes());
+    if (shard.grad.defined()) {
+      shard.grad.add_(grad);
+    } else {
+      shard.grad = grad.clone();
+    }
+    return;
+  }
+  std::vector<int64_t> sizes{2};
+  sizes.insert(sizes.end(), shard.value.sizes().begin(), shard.value.sizes().end());
+  const Tensor pairs = part.view(sizes);
+  shard.pairs = shard.pairs.defined() ? shard.pairs + pairs : pairs.clone();
+  ExactSum::carry(shard.pairs);
+  shard.grad = ExactSum::value_of(shard.pairs, "gradient of " + shard.spec.name);
+}
+
 void ShardedParameters::add_grads(int64_t unit, std::vector<model::NamedGrad> grads) {
-  std::map<size_t, Tensor> by_index;
-  for (model::NamedGrad& g : grads) by_index.emplace(index(g.name), std::move(g.grad));
+  std::map<size_t, model::NamedGrad> by_index;
+  for (model::NamedGrad& g : grads) {
+    if (g.pairs.defined()) ExactSum::carry(g.pairs);
+    by_index.emplace(index(g.name), std::move(g));
+  }
   std::vector<Bucket>* now = buckets(unit);
   if (now == nullptr) return;
   for (const Bucket& bucket : *now) reduce(bucket, by_index);
 }
 
 void ShardedParameters::zero_grads() {
-  for (Shard& shard : shards_) shard.grad = Tensor();
+  for (Shard& shard : shards_) shard.grad = shard.pairs = Tensor();
 }
 
 Tensor ShardedParameters::gather(const Shard& shard, const Tensor& rows) const {

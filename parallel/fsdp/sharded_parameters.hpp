@@ -33,6 +33,7 @@ struct ShardOptions {
   at::ScalarType wide = at::kFloat;  ///< dtype of masters and of reduced gradients
   bool prefetch = true;              ///< start gathering the next unit while one computes
   int64_t head_unit = 0;             ///< stays gathered between forward and backward
+  bool exact = false;                ///< gradients come as pairs of exact sums (wide is float32)
 };
 
 /// One rank's rows of a parameter.
@@ -40,7 +41,8 @@ struct Shard {
   ParamSpec spec;
   int64_t begin = 0, end = 0;  ///< rows of spec.shape held here
   Tensor value;                ///< [end - begin, ...] contiguous; the optimizer writes here
-  Tensor grad;  ///< same shape, wide; sum over all tokens of all ranks so far; undefined: none
+  Tensor grad;   ///< same shape, wide; sum over all tokens of all ranks so far; undefined: none
+  Tensor pairs;  ///< exact: what grad is rounded from, [2, shape...] float64
 };
 
 /// A unit's parameters are gathered in one collective per (group, dtype): fp32 islands do not ride
@@ -48,7 +50,9 @@ struct Shard {
 /// order onto the owner of each row, then over dp, and added to Shard::grad; every rank sends every
 /// trainable parameter of the unit, zeros where no token of its reached it. Outside of a unit its
 /// gathered storage is freed, though the graph may still refer to it; it is filled again before
-/// backward. With a group of one and equal dtypes get() is the shard itself.
+/// backward. With a group of one and equal dtypes get() is the shard itself. Exact gradients travel
+/// as their pairs, 16 bytes an element, and are added up as pairs over ranks and calls: any order
+/// gives the same bytes.
 class ShardedParameters final : public model::ParamView {
  public:
   /// Loads this rank's rows. mesh must outlive it.
@@ -66,6 +70,8 @@ class ShardedParameters final : public model::ParamView {
     return shard.spec.expert ? mesh_.expert_shard() : mesh_.shard();
   }
   void zero_grads();
+  /// Gradients are exact sums: the same bytes however they are sharded.
+  [[nodiscard]] bool exact() const { return options_.exact; }
   /// Rows of the whole group for a tensor shaped like the shard. Collective.
   [[nodiscard]] Tensor gather(const Shard& shard, const Tensor& rows) const;
 
@@ -82,7 +88,8 @@ class ShardedParameters final : public model::ParamView {
   [[nodiscard]] std::vector<int64_t> cuts(const Shard& shard) const;
   void start(Bucket& bucket);
   void finish(Bucket& bucket);
-  void reduce(const Bucket& bucket, const std::map<size_t, Tensor>& grads);
+  void reduce(const Bucket& bucket, const std::map<size_t, model::NamedGrad>& grads);
+  void add_to_shard(Shard& shard, const Tensor& part) const;
   std::vector<Bucket>* buckets(int64_t unit);
 
   const Mesh& mesh_;

@@ -37,9 +37,9 @@ class Optimizer {
 
   /// One step with Shard::grad (undefined: zero), which is left as it is. Arithmetic in float64 per
   /// element, moments and masters stored in their dtype. Collective: the norm is a sum over the
-  /// shards of one replica in ascending order, so all ranks clip by the same factor. Throws kInput
-  /// when the norm is not finite, naming the first parameter that holds such a value; nothing is
-  /// changed then.
+  /// shards of one replica in ascending order, so all ranks clip by the same factor; for exact
+  /// gradients it does not depend on how they are sharded. Throws kInput when the norm is not
+  /// finite, naming the first parameter that holds such a value; nothing is changed then.
   OptimizerStep step();
 
   /// Global norm alone.
@@ -56,6 +56,8 @@ class Optimizer {
   static std::vector<std::string_view> state_names(OptimizerKind kind);
 
  private:
+  [[nodiscard]] double exact_grad_norm() const;
+
   ShardedParameters& params_;
   const Mesh& mesh_;
   OptimizerOptions options_;

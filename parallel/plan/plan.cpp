@@ -12,7 +12,7 @@ ParallelPlan::ParallelPlan(const model::ModelConfig& config,
                            const Mesh& mesh,
                            const Packing& batch,
                            const std::vector<int64_t>& cuts)
-    : tokens_(plan_tokens(mesh.topology(), mesh.place(), batch, cuts)),
+    : tokens_(plan_tokens(mesh.topology(), mesh.place(), batch, cuts, num.invariant())),
       sequence_(std::make_unique<model::LocalSequence>()),
       experts_(std::make_unique<model::LocalExperts>()),
       tensor_(std::make_unique<model::WholeTensors>()) {

@@ -31,10 +31,13 @@ std::optional<std::string> cp_blocker(const model::Topology& topology,
                                       const std::vector<int64_t>& cuts);
 
 /// `batch`: the whole batch. cuts empty: near-even; else the cuts of the one row (dp x fsdp must be
-/// 1). Throws kMesh with what cp_blocker says.
+/// 1). canonical: rows are cut at starts of tiles only (kTileTokens, counted from each document's
+/// start), the ones nearest to even, so that a rank may get no tokens. Throws kMesh with what
+/// cp_blocker says, or naming a forced cut inside a tile.
 TokenPlan plan_tokens(const model::Topology& topology,
                       const Coordinates& place,
                       const Packing& batch,
-                      const std::vector<int64_t>& cuts);
+                      const std::vector<int64_t>& cuts,
+                      bool canonical = false);
 
 }  // namespace lockstep::parallel

@@ -7,6 +7,7 @@
 #include "harness/trainer/trainer.hpp"
 #include "model/config/config_json.hpp"
 #include "parallel/mesh/layout.hpp"
+#include "tests/rank/topologies.hpp"
 #include "tests/rank/world.hpp"
 #include "tests/support/compare.hpp"
 #include "tests/support/tiny_model.hpp"
@@ -17,24 +18,6 @@ namespace {
 using harness::Documents;
 using harness::TrainerResult;
 using model::Topology;
-
-/// Every product of axes with this number of ranks, and every ep that divides fsdp x cp.
-std::vector<Topology> topologies(int64_t ranks, int64_t max_tp) {
-  std::vector<Topology> all;
-  for (int64_t dp = 1; dp <= ranks; ++dp) {
-    for (int64_t fsdp = 1; dp * fsdp <= ranks; ++fsdp) {
-      for (int64_t cp = 1; dp * fsdp * cp <= ranks; ++cp) {
-        if (ranks % (dp * fsdp * cp) != 0) continue;
-        const int64_t tp = ranks / (dp * fsdp * cp);
-        if (tp > max_tp) continue;
-        for (int64_t ep = 1; ep <= fsdp * cp; ++ep) {
-          if (fsdp * cp % ep == 0) all.push_back({dp, fsdp, cp, tp, ep});
-        }
-      }
-    }
-  }
-  return all;
-}
 
 TrainerResult run(const Documents& docs,
                   const model::Numerics& num,

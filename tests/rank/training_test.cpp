@@ -249,20 +249,22 @@ TEST(ExpertParallel, EqualsItsReferenceInEveryByte) {
     }
     at::manual_seed(static_cast<uint64_t>(world().rank()));
     const Tensor rows = at::randn({offsets.back(), 5});
+    const Tensor tags = at::arange(offsets.back(), at::kLong).div(2, "floor");
     std::vector<Tensor> results;
     for (const auto& exchange : {fast.get(), plain.get()}) {
       const Tensor leaf = rows.clone().requires_grad_(true);
-      const model::Dispatched there = exchange->dispatch(leaf, offsets, "test");
+      const model::Dispatched there = exchange->dispatch(leaf, offsets, tags, "test");
       const Tensor scale = at::arange(1, there.rows.size(0) + 1, at::kFloat).unsqueeze(1);
       const Tensor back = exchange->combine(there.rows * scale, there, "test");
       (back * back).sum().backward();
       results.push_back(there.rows.detach());
       results.push_back(at::tensor(there.offsets));
+      results.push_back(at::tensor(*there.blocks));
       results.push_back(back.detach());
       results.push_back(leaf.grad());
     }
-    for (size_t i = 0; i < 4; ++i)
-      EXPECT_TRUE(at::equal(results[i], results[i + 4])) << "skip " << skip << " part " << i;
+    for (size_t i = 0; i < 5; ++i)
+      EXPECT_TRUE(at::equal(results[i], results[i + 5])) << "skip " << skip << " part " << i;
   }
 }
 
