@@ -167,9 +167,7 @@ int64_t replayed_chunk(const model::Numerics& num) {
                                                     : 0;
 }
 
-bool decodes_by_chunks(const model::Numerics& num) {
-  return replayed_chunk(num) > 0 && num.is<Switch::kGemmRows>("fixed-tiles");
-}
+bool decodes_by_chunks(const model::Numerics& num) { return num.invariant(); }
 
 Tensor engine_kda(const StepContext& ctx, int64_t layer, const Tensor& x_TD) {
   const model::ModelConfig& config = ctx.config;

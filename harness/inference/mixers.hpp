@@ -48,8 +48,8 @@ class EngineLayer {
 /// and computed again with the new ones, so that chunked prefill gives the bits of a whole one. 0:
 /// each prefill call starts a chunk.
 int64_t replayed_chunk(const model::Numerics& num);
-/// Decoding, too, runs the chunked form over the open chunk: where a row's bits must not depend on
-/// how it was computed (D63 = fixed-tiles).
+/// Decoding, too, runs the chunked form over the open chunk: in the invariant policies, where a
+/// row's bits do not depend on how it was computed.
 bool decodes_by_chunks(const model::Numerics& num);
 
 /// Advances the layer's convolution rows and recurrent states.

@@ -32,15 +32,13 @@ TEST(InferenceRanks, TensorParallelEqualsOneRank) {
   }
 }
 
-TEST(InferenceRanks, WithWholeSumsAndFixedTilesTheBytesAreThoseOfOneRank) {
+TEST(InferenceRanks, InTheInvariantPoliciesTheBytesAreThoseOfOneRank) {
   const std::shared_ptr<const model::WeightSource> source =
       model::seeded_source(model::preset_config("tiny"), 7);
   const harness::Documents docs = harness::random_documents({75, 1, 7, 50}, 131, 0, 11);
-  for (const char* policy : {"float32", "fsdp-bf16"}) {
+  for (const char* policy : {"invariant-f32", "invariant-bf16"}) {
     harness::InferenceOptions options;
     options.numerics = model::Numerics::policy(policy);
-    options.numerics.set("tp_partial_sums", "one");
-    options.numerics.set("gemm_rows", "fixed-tiles");
     options.prefill_chunk = 13;
     options.decode = 6;
     const auto run = [&](const parallel::Mesh& mesh) {

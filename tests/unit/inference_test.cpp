@@ -145,8 +145,7 @@ TEST(Inference, PageSizeAndOrderOfPagesChangeNoByte) {
 
 TEST(Inference, TogetherEqualsEachAlone) {
   const Documents docs = tiny_documents({13, 7, 40, 1, 3, 0, 66});
-  model::Numerics num = model::Numerics::policy("float32");
-  num.set("gemm_rows", "fixed-tiles");
+  const model::Numerics num = model::Numerics::policy("invariant-f32");
   for (const Way& way : {Way{0, 0, 16, 0}, Way{7, 0, 16, 1}, Way{7, 9, 16, 1}}) {
     const InferenceResult together = served(tiny(), docs, way.options(num));
     for (const Segment& s : docs.packing.segments()) {
@@ -160,11 +159,10 @@ TEST(Inference, TogetherEqualsEachAlone) {
   }
 }
 
-TEST(Inference, WithFixedTilesEveryWayGivesTheTrainersBytes) {
+TEST(Inference, InTheInvariantPoliciesEveryWayGivesTheTrainersBytes) {
   const Documents docs = tiny_documents({75, 1, 7, 50, 0, 130});
-  for (const char* policy : {"float32", "fsdp-bf16", "fsdp-fp32-islands"}) {
-    model::Numerics num = model::Numerics::policy(policy);
-    num.set("gemm_rows", "fixed-tiles");
+  for (const char* policy : {"invariant-f32", "invariant-bf16"}) {
+    const model::Numerics num = model::Numerics::policy(policy);
     const harness::TrainerResult want = trained(tiny(), docs, num);
     for (const Way& way : ways()) {
       const InferenceResult got = served(tiny(), docs, way.options(num));

@@ -27,8 +27,7 @@ std::shared_ptr<const model::WeightSource> weights(uint64_t seed) {
 /// Every row's bits are its own, however it was computed: what is expected below is equality.
 Inference engine(uint64_t seed = 7) {
   harness::InferenceOptions options;
-  options.numerics = model::Numerics::policy("float32");
-  options.numerics.set("gemm_rows", "fixed-tiles");
+  options.numerics = model::Numerics::policy("invariant-f32");
   return {weights(seed), options, parallel::Mesh::single()};
 }
 
@@ -194,8 +193,7 @@ TEST(Scheduler, ALongPromptDoesNotHoldUpDecodingNorTheOtherWayRound) {
 
 TEST(Scheduler, ChunksEndWherePoolsDoIfACutPoolWouldBeLost) {
   harness::InferenceOptions o;
-  o.numerics = model::Numerics::policy("float32");
-  o.numerics.set("gemm_rows", "fixed-tiles");
+  o.numerics = model::Numerics::policy("invariant-f32");
   o.numerics.set("prefill_pool", "dropped");
   Inference model(weights(7), o, parallel::Mesh::single());
   Scheduler scheduler(model, options(64, 3, 7));
