@@ -379,7 +379,7 @@ std::string verdict_sentence(const Report& report) {
                           worst.comparison->metric,
                           pair_text(worst));
     } else if (worst.comparison != nullptr) {
-      text += ", with nothing between them and zero";
+      text += ", and every difference is zero";
     }
   } else if (scenarios.pass > 0) {
     text = scenarios.pass == 1 ? "The one scenario passed"
