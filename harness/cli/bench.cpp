@@ -76,6 +76,12 @@ Json to_json(const BenchTable& table, bool with_growth) {
       out["forward_backward_peak_bytes"] = row.forward_backward.peak_bytes;
       out["forward_backward_operators"] = operators_json(row.forward_backward);
     }
+    if (row.against_forward.seconds > 0) {
+      out["against"] = {{"forward_s", row.against_forward.seconds},
+                        {"forward_peak_bytes", row.against_forward.peak_bytes},
+                        {"forward_backward_s", row.against_forward_backward.seconds},
+                        {"forward_backward_peak_bytes", row.against_forward_backward.peak_bytes}};
+    }
     if (row.peer_forward_s) out["peer_forward_s"] = *row.peer_forward_s;
     if (row.peer_forward_backward_s) out["peer_forward_backward_s"] = *row.peer_forward_backward_s;
     rows.push_back(out);
@@ -128,6 +134,27 @@ void print_times(const BenchTable& table, bool peer) {
   }
   if (!table.peak_by_pass) {
     print("peak: of everything in this process up to then; the kernel's mark cannot be reset\n");
+  }
+}
+
+/// What the policy costs, as a multiple of the other.
+void print_against(const BenchTable& table, const BenchOptions& options) {
+  print(fmt::format("\n{} / {}\n", options.policy, options.against));
+  print(fmt::format(
+      "{:>10} {:>10} {:>9} {:>12} {:>9}\n", "tokens", "forward", "peak", "+backward", "peak"));
+  const auto times = [](double own, double other) {
+    return own > 0 && other > 0 ? fmt::format("{:.2f}x", own / other) : "-";
+  };
+  const auto memory = [&](const BenchPass& own, const BenchPass& other) {
+    return times(static_cast<double>(own.peak_bytes), static_cast<double>(other.peak_bytes));
+  };
+  for (const BenchRow& row : table.rows) {
+    print(fmt::format("{:>10} {:>10} {:>9} {:>12} {:>9}\n",
+                      row.name(),
+                      times(row.forward.seconds, row.against_forward.seconds),
+                      memory(row.forward, row.against_forward),
+                      times(row.forward_backward.seconds, row.against_forward_backward.seconds),
+                      memory(row.forward_backward, row.against_forward_backward)));
   }
 }
 
@@ -240,6 +267,7 @@ int run_command_bench(const BenchOptions& options, const Context& context) {
     }
   }
   plan.numerics = model::Numerics::policy(options.policy);
+  if (!options.against.empty()) plan.against = model::Numerics::policy(options.against);
   plan.repeats = options.repeats;
   plan.backward = !options.forward_only;
   plan.reference_ops = options.reference_ops;
@@ -261,6 +289,7 @@ int run_command_bench(const BenchOptions& options, const Context& context) {
       table.load_before,
       table.load_after));
   print_times(table, plan.peer);
+  if (plan.against) print_against(table, options);
   if (options.growth) {
     print_operators(table.rows[0]);
     print_growth(table);

@@ -346,11 +346,15 @@ void add_machine_commands(Program& p) {
             "bench",
             "Time forward and backward by operator, as a share of the matrix product rate",
             "  lockstep bench\n  lockstep bench --tokens 1024 4096 --peer\n"
-            "  lockstep bench --growth\n",
+            "  lockstep bench --growth\n"
+            "  lockstep bench --policy invariant-f32 --against float32\n",
             false,
             [&p] { return run_command_bench(p.bench, p.context); });
   bench->add_option("--tokens", p.bench.tokens, "Document lengths; default: 256 1024 4096");
   bench->add_option("--policy", p.bench.policy, "Numerics policy")->capture_default_str();
+  bench->add_option("--against",
+                    p.bench.against,
+                    "A second policy, timed in turns in the same run; prints the ratios");
   bench->add_option("--preset", p.bench.preset, "Model")->capture_default_str();
   bench->add_option("--device", p.bench.device, "Device")->capture_default_str();
   bench->add_option("--repeats", p.bench.repeats, "Runs of each size; the fastest counts")

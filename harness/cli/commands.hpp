@@ -78,7 +78,7 @@ int run_command_golden_diff(const GoldenOptions& options, const Context& context
 
 struct BenchOptions {
   std::vector<int64_t> tokens;
-  std::string policy = "float32", device = "cpu", preset = "mini";
+  std::string policy = "float32", against, device = "cpu", preset = "mini";
   int repeats = 3;
   bool forward_only = false, peer = false, reference_ops = false, growth = false;
 };

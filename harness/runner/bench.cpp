@@ -33,6 +33,33 @@ double load_average() {
   return getloadavg(&minute, 1) == 1 ? minute : 0;
 }
 
+/// The trainers of one policy, and where a row keeps what they take.
+struct Contestant {
+  Contestant(const BenchPlan& plan,
+             const model::Numerics& num,
+             const std::shared_ptr<const model::WeightSource>& source,
+             const parallel::Mesh& mesh,
+             BenchPass BenchRow::*forward_in,
+             BenchPass BenchRow::*forward_backward_in)
+      : forward_pass(forward_in),
+        forward_backward_pass(forward_backward_in),
+        forward(source, options(plan, num, false), mesh),
+        forward_backward(source, options(plan, num, true), mesh) {}
+
+  static TrainerOptions options(const BenchPlan& plan, const model::Numerics& num, bool grads) {
+    TrainerOptions o;
+    o.numerics = num;
+    o.reference_ops = plan.reference_ops;
+    o.grads = grads;
+    o.logits = !grads;
+    return o;
+  }
+
+  BenchPass BenchRow::*forward_pass;
+  BenchPass BenchRow::*forward_backward_pass;
+  Trainer forward, forward_backward;
+};
+
 /// One run that counts for memory only. False if the mark also holds what was before.
 bool measure_peak(Trainer& trainer, const Documents& documents, BenchPass& pass) {
   const bool reset = reset_peak_memory();
@@ -128,14 +155,6 @@ BenchTable run_bench(const BenchPlan& plan, const std::function<void(std::string
   const parallel::Mesh mesh = parallel::Mesh::single();
   say("measuring the matrix product rate");
   table.sgemm_gflops = measure_sgemm_gflops();
-  TrainerOptions options;
-  options.numerics = plan.numerics;
-  options.reference_ops = plan.reference_ops;
-  Trainer forward(source, options, mesh);
-  options.grads = true;
-  options.logits = false;
-  Trainer forward_backward(source, options, mesh);
-
   std::vector<Documents> documents;
   for (const std::vector<int64_t>& lengths : plan.rows) {
     documents.push_back(
@@ -145,16 +164,43 @@ BenchTable run_bench(const BenchPlan& plan, const std::function<void(std::string
     row.flops = count_flops(config, lengths);
     table.rows.push_back(row);
   }
+  const auto enter = [&](bool against) {
+    return against ? std::make_unique<Contestant>(plan,
+                                                  *plan.against,
+                                                  source,
+                                                  mesh,
+                                                  &BenchRow::against_forward,
+                                                  &BenchRow::against_forward_backward)
+                   : std::make_unique<Contestant>(plan,
+                                                  plan.numerics,
+                                                  source,
+                                                  mesh,
+                                                  &BenchRow::forward,
+                                                  &BenchRow::forward_backward);
+  };
+  const auto measure_peaks = [&](Contestant& one) {
+    for (size_t r = 0; r < table.rows.size(); ++r) {
+      BenchRow& row = table.rows[r];
+      table.peak_by_pass &= measure_peak(one.forward, documents[r], row.*one.forward_pass);
+      if (plan.backward)
+        measure_peak(one.forward_backward, documents[r], row.*one.forward_backward_pass);
+    }
+  };
   table.peak_by_pass = true;
+  if (plan.against) measure_peaks(*enter(true));
+  std::vector<std::unique_ptr<Contestant>> contestants;
+  contestants.push_back(enter(false));
+  measure_peaks(*contestants.front());
+  if (plan.against) contestants.push_back(enter(true));
+
   for (int repeat = 0; repeat < plan.repeats; ++repeat) {
     for (size_t r = 0; r < table.rows.size(); ++r) {
       BenchRow& row = table.rows[r];
-      if (repeat == 0) {
-        table.peak_by_pass &= measure_peak(forward, documents[r], row.forward);
-        if (plan.backward) measure_peak(forward_backward, documents[r], row.forward_backward);
+      for (const auto& one : contestants) {
+        time_once(one->forward, documents[r], row.*one->forward_pass);
+        if (plan.backward)
+          time_once(one->forward_backward, documents[r], row.*one->forward_backward_pass);
       }
-      time_once(forward, documents[r], row.forward);
-      if (plan.backward) time_once(forward_backward, documents[r], row.forward_backward);
       say(fmt::format("{} tokens, {} of {}: forward {:.3f} s{}",
                       row.name(),
                       repeat + 1,

@@ -20,7 +20,8 @@ struct BenchPlan {
   model::Numerics numerics = model::Numerics::policy("float32");
   int repeats = 3;
   bool backward = true, reference_ops = false;
-  bool peer = false;  ///< for rows of one document
+  bool peer = false;                       ///< for rows of one document
+  std::optional<model::Numerics> against;  ///< a second policy, measured in turns with the first
 };
 
 /// One document of `tokens`, one of 8 x tokens, 8 of `tokens` packed: what growth is read from.
@@ -38,8 +39,9 @@ struct BenchPass {
 
 struct BenchRow {
   std::vector<int64_t> documents;
-  BenchPass forward;           ///< without gradients, with all logits
-  BenchPass forward_backward;  ///< no logits
+  BenchPass forward;                                    ///< without gradients, with all logits
+  BenchPass forward_backward;                           ///< no logits
+  BenchPass against_forward, against_forward_backward;  ///< of BenchPlan::against
   Flops flops;
   std::optional<double> peer_forward_s, peer_forward_backward_s;
 
@@ -55,9 +57,9 @@ struct BenchTable {
   std::vector<BenchRow> rows;
 };
 
-/// Rows take turns, repeat by repeat, so that other load on the machine falls on all of them. An
-/// untimed run before each row's first repeat measures memory. Throws kConfig when the peer is
-/// asked for and not installed.
+/// Rows and policies take turns, repeat by repeat, so that other load on the machine falls on all
+/// of them. An untimed run of each row measures memory, one policy in the process at a time. Throws
+/// kConfig when the peer is asked for and not installed.
 BenchTable run_bench(const BenchPlan& plan, const std::function<void(std::string_view)>& say);
 
 /// Rate of float32 matrix products in GFLOP/s, measured now.

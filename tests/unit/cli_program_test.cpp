@@ -88,6 +88,30 @@ TEST_F(Program, BenchGivesTimesByOperatorAndGrowthAsJson) {
   expect_refused(lockstep({"bench", "--growth", "--tokens", "16", "32"}), 2, {"2 lengths"});
 }
 
+TEST_F(Program, BenchGivesTheCostOfAPolicyAsARatio) {
+  const std::vector<std::string> command = {"bench",
+                                            "--preset",
+                                            "tiny",
+                                            "--tokens",
+                                            "48",
+                                            "--policy",
+                                            "invariant-f32",
+                                            "--against",
+                                            "float32",
+                                            "--repeats",
+                                            "1"};
+  const Outcome table = lockstep(command);
+  ASSERT_EQ(table.exit_code, 0) << table.errors;
+  EXPECT_THAT(table.output, HasSubstr("invariant-f32 / float32\n"));
+  std::vector<std::string> as_json = command;
+  as_json.emplace_back("--json");
+  const auto other = nlohmann::json::parse(lockstep(as_json).output).at("rows")[0].at("against");
+  EXPECT_GT(other.at("forward_s"), 0);
+  EXPECT_GT(other.at("forward_backward_s"), 0);
+  EXPECT_TRUE(other.contains("forward_backward_peak_bytes"));
+  expect_refused(lockstep({"bench", "--against", "float31"}), 2, {"float31"});
+}
+
 TEST_F(Program, JsonErrorsAreOnStandardOutputToo) {
   const Outcome outcome = lockstep({"inspect", path("missing"), "--json"});
   EXPECT_EQ(outcome.exit_code, 2);
