@@ -20,6 +20,8 @@ class Pending {
  public:
   struct Impl;
   explicit Pending(std::unique_ptr<Impl> impl);
+  Pending(const Pending&) = delete;
+  Pending& operator=(const Pending&) = delete;
   Pending(Pending&&) noexcept;
   Pending& operator=(Pending&&) noexcept;
   ~Pending();
@@ -109,7 +111,8 @@ void set_comm_backend(CommBackend backend);
 CommBackend comm_backend();
 
 /// While it lives, waits go on for as long as the awaited ranks of this machine run, since one of
-/// them may be computing alone; a rank that stays stopped or gone for the deadline still ends them.
+/// them may be computing alone; a rank that stays stopped or gone for the deadline still ends them,
+/// and so does one of another machine, which cannot be seen, after ten deadlines more.
 class PatientWaits {
  public:
   PatientWaits();

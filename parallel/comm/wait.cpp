@@ -15,6 +15,8 @@ int64_t g_step = -1;
 bool g_patient = false;
 
 constexpr int64_t kLookEveryMs = 50;
+/// Of patience with ranks of other machines.
+constexpr int64_t kUnseenDeadlines = 10;
 
 std::string short_name(const Call& call) {
   return fmt::format("{} of {}", op_name(call.op), call.what);
@@ -38,11 +40,14 @@ std::vector<int> awaited(const Call& call) {
 
 int world_rank(const Call& call, int rank) { return call.g.world_ranks[static_cast<size_t>(rank)]; }
 
-/// A rank that is stopped or gone will not answer, however long one waits.
-bool someone_is_out(const Call& call) {
+/// A rank that is stopped or gone will not answer, however long one waits; of a rank on another
+/// machine that cannot be known.
+bool someone_is_out(const Call& call, int64_t waited_ms) {
   for (const int rank : awaited(call)) {
     const board::State state = board::look(world_rank(call, rank)).state;
     if (state == board::State::kStopped || state == board::State::kGone) return true;
+    if (state == board::State::kUnknown && waited_ms >= kUnseenDeadlines * g_timeout_ms)
+      return true;
   }
   return false;
 }
@@ -132,7 +137,7 @@ void until_true(const std::function<bool()>& condition, const Call& call) {
     if (ms(looked) >= kLookEveryMs) {
       looked = now;
       check_order(call);
-      if (g_patient && !someone_is_out(call)) last_good = now;
+      if (g_patient && !someone_is_out(call, waited)) last_good = now;
     }
     if ((g_patient ? ms(last_good) : waited) >= g_timeout_ms) {
       fail(ErrorKind::kComm,

@@ -1,7 +1,7 @@
 // Ranks of which half do something wrong in the middle of a call. The ranks of an mpirun form
 // pairs; the two of a pair share one kind of call, so that one start tries all kinds. Usage: mpirun
-// -n 2K fault_ranks kill|stop|skip|reorder FOLDER; the deadline is that of kDeadlineMs. Each rank
-// that lives to tell writes FOLDER/KIND.RANK: exit code, milliseconds, message.
+// -n 2K fault_ranks kill|stop|skip|reorder|away FOLDER; the deadline is that of kDeadlineMs. Each
+// rank that lives to tell writes FOLDER/KIND.RANK: exit code, milliseconds, message.
 #include <chrono>
 #include <csignal>
 #include <cstdio>
@@ -44,6 +44,12 @@ void call(const std::string& kind, const Group& pair, const std::string& what) {
 void follow_plan(const std::string& fault, const std::string& kind, const Group& pair) {
   const bool wrong = pair.rank() == 1;
   call(kind, pair, "sound call");
+  if (fault == "away") {
+    const parallel::PatientWaits patient;
+    parallel::set_comm_timeout_ms(kDeadlineMs / 3);  // many are waited for
+    if (wrong) std::this_thread::sleep_for(std::chrono::milliseconds(10 * kDeadlineMs));
+    return call(kind, pair, "broken call");
+  }
   if (wrong && fault == "kill") std::raise(SIGKILL);
   if (wrong && fault == "stop") std::raise(SIGSTOP);
   if (!(wrong && (fault == "skip" || fault == "reorder"))) call(kind, pair, "broken call");
