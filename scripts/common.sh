@@ -27,7 +27,7 @@ configure() {
   say "configuring $BUILD"
   local log
   log="$(mktemp)"
-  if ! cmake --preset "$PRESET" >"$log" 2>&1; then
+  if ! cmake --preset "$PRESET" "$@" >"$log" 2>&1; then
     cat "$log" >&2
     rm -f "$log"
     die "cmake --preset $PRESET failed; the lines above say why"

@@ -21,6 +21,8 @@ class Hdf5Reader {
  public:
   /// Throws Error{kind} when the file is missing, is no HDF5 file or is truncated.
   explicit Hdf5Reader(std::filesystem::path path, ErrorKind kind = ErrorKind::kInput);
+  Hdf5Reader(const Hdf5Reader&) = delete;
+  Hdf5Reader& operator=(const Hdf5Reader&) = delete;
   Hdf5Reader(Hdf5Reader&&) noexcept;
   Hdf5Reader& operator=(Hdf5Reader&&) noexcept;
   ~Hdf5Reader();

@@ -22,6 +22,8 @@ class Handle {
   using Close = herr_t (*)(hid_t);
   Handle() = default;
   Handle(hid_t id, Close close) : id_(id), close_(close) {}
+  Handle(const Handle&) = delete;
+  Handle& operator=(const Handle&) = delete;
   Handle(Handle&& other) noexcept
       : id_(std::exchange(other.id_, H5I_INVALID_HID)), close_(other.close_) {}
   Handle& operator=(Handle&& other) noexcept {

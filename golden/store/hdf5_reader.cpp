@@ -166,7 +166,7 @@ std::vector<std::string> Hdf5Reader::datasets(std::string_view group) const {
   std::vector<std::string> names;
   H5Ovisit2(g.get(), H5_INDEX_NAME, H5_ITER_NATIVE, collect_dataset, &names, H5O_INFO_BASIC);
   const std::string prefix = group.empty() ? "" : std::string(group) + "/";
-  for (auto& name : names) name = prefix + name;
+  for (auto& name : names) name.insert(0, prefix);
   std::sort(names.begin(), names.end());
   return names;
 }

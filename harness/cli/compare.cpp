@@ -40,6 +40,7 @@ void read_limits(const std::vector<std::string>& options, FileComparePlan& plan)
   static const std::vector<at::ScalarType> dtypes = {
       at::kDouble, at::kFloat, at::kHalf, at::kBFloat16, at::kLong};
   std::vector<std::string> names;
+  names.reserve(dtypes.size());
   for (const at::ScalarType dtype : dtypes) names.push_back(dtype_name(dtype));
   for (const std::string& option : options) {
     const size_t equals = option.find('=');

@@ -80,7 +80,7 @@ Tensor engine_forward(const StepContext& ctx) {
     if (ctx.trace != nullptr && ctx.trace->wants(whole)) ctx.trace->record(whole, x.stored);
   }
   const OpScope time("final norm");
-  const Tensor h = model::rms_norm(
+  Tensor h = model::rms_norm(
       model::hc_mean(x.stored, ctx.num), ctx.weights.at("norm"), config.rms_norm_eps, ctx.num);
   if (ctx.trace != nullptr && ctx.trace->wants("norm")) ctx.trace->record("norm", h);
   advance(ctx.batch, ctx.num);

@@ -43,6 +43,8 @@ class Inference {
   Inference(std::shared_ptr<const model::WeightSource> source,
             InferenceOptions options,
             const parallel::Mesh& mesh);
+  Inference(const Inference&) = delete;
+  Inference& operator=(const Inference&) = delete;
   ~Inference();
 
   /// All documents at the same time, each a request whose tokens are given. Every step takes one

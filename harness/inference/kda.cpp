@@ -101,7 +101,7 @@ Tensor replay(const StepContext& ctx,
   std::vector<Item> items;
   Pieces whole, rest;
   std::vector<Tensor> entry;  // [H, D, D] of each whole piece
-  const auto zeros = at::zeros({rows.heads, rows.dim, rows.dim}, cache.boundary.options());
+  Tensor zeros = at::zeros({rows.heads, rows.dim, rows.dim}, cache.boundary.options());
   const auto boundary_of = [&](size_t i) {
     const Sequence& sequence = *batch.items[i].sequence;
     const int64_t position = batch.parts[i].position;
@@ -198,7 +198,7 @@ Tensor engine_kda(const StepContext& ctx, int64_t layer, const Tensor& x_TD) {
     const Tensor kept = cache.conv.index_select(0, batch.slots);
     const Tensor halo =
         at::where(batch.continues.view({-1, 1, 1}), kept, at::zeros_like(kept)).contiguous();
-    const Tensor out = model::conv_silu(raw, name.weight("self_attn.conv1d"), batch.cu, halo, num);
+    Tensor out = model::conv_silu(raw, name.weight("self_attn.conv1d"), batch.cu, halo, num);
     keep_last_rows(batch, raw, halo, cache.conv);
     return out;
   });

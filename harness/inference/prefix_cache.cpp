@@ -11,6 +11,7 @@ PrefixCache::PrefixCache(Caches& caches, int64_t kpool, int64_t block, int64_t e
   block_ = (std::max<int64_t>(block, 1) + page - 1) / page * page;
 }
 
+// NOLINTNEXTLINE(bugprone-exception-escape): what is held can be given back; else a count is broken
 PrefixCache::~PrefixCache() { clear(); }
 
 std::list<PrefixCache::Entry>::iterator PrefixCache::find(const std::vector<int64_t>& tokens,

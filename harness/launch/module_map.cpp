@@ -19,7 +19,7 @@ size_t count(std::string_view text, std::string_view part) {
 
 void read_rows(const TomlValue& table, const std::string& prefix, ModuleMap& map) {
   for (const auto& [key, value] : table.members()) {
-    const std::string pattern = prefix.empty() ? key : prefix + "." + key;
+    const std::string pattern = prefix.empty() ? key : fmt::format("{}.{}", prefix, key);
     if (value.node().is_table()) {
       read_rows(value, pattern, map);
       continue;

@@ -85,7 +85,7 @@ int64_t launcher_rank() {
 
 std::filesystem::path program_path() {
   std::error_code error;
-  const std::filesystem::path path = std::filesystem::read_symlink("/proc/self/exe", error);
+  std::filesystem::path path = std::filesystem::read_symlink("/proc/self/exe", error);
   LOCKSTEP_CHECK(!error, kInternal, "finding this program: /proc/self/exe: {}", error.message());
   return path;
 }
@@ -97,6 +97,7 @@ Outcome run_command(const std::vector<std::string>& command,
   // Everything the child needs is prepared here: after fork it may only call async-signal-safe
   // functions, since this process has threads.
   std::vector<char*> argv;
+  argv.reserve(command.size() + 1);
   for (const std::string& word : command) argv.push_back(const_cast<char*>(word.c_str()));
   argv.push_back(nullptr);
   std::vector<char*> env;

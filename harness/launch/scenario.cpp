@@ -224,7 +224,7 @@ struct SweepAxis {
 
 void collect_axes(const TomlValue& table, const std::string& prefix, std::vector<SweepAxis>& axes) {
   for (const auto& [key, value] : table.members()) {
-    const std::string path = prefix.empty() ? key : prefix + "." + key;
+    const std::string path = prefix.empty() ? key : fmt::format("{}.{}", prefix, key);
     if (value.node().is_table()) {
       collect_axes(value, path, axes);
       continue;

@@ -18,9 +18,9 @@ using V = TomlValue;
 /// Files are looked for beside the scenario first, then from the working directory; values given
 /// on the command line are meant from the working directory.
 std::filesystem::path locate(const Scenario& scenario, const V& value) {
-  const std::filesystem::path path = value.text();
+  std::filesystem::path path = value.text();
   if (path.empty()) value.fail(Kind::kInput, "is empty; give a path");
-  const std::filesystem::path beside = scenario.file.parent_path() / path;
+  std::filesystem::path beside = scenario.file.parent_path() / path;
   std::error_code ignored;
   if (path.is_relative() && std::filesystem::exists(beside, ignored)) return beside;
   if (std::filesystem::exists(path, ignored)) return path;

@@ -41,7 +41,9 @@ void check_agreement(const TrainerResult& result, const parallel::Group& ranks) 
 
 /// What makes the numbers of a run worthless, the same on every rank. Ranks hold different parts of
 /// the weights; the first that found something is believed.
-std::vector<std::string> warnings_of(std::string text, double loss, const parallel::Group& ranks) {
+std::vector<std::string> warnings_of(const std::string& text,
+                                     double loss,
+                                     const parallel::Group& ranks) {
   const std::vector<int64_t> sizes =
       ranks.all_gather(static_cast<int64_t>(text.size()), "warnings");
   for (size_t r = 0; r < sizes.size(); ++r) {

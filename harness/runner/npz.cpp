@@ -191,7 +191,7 @@ std::string header_field(const std::string& header, const std::string& key, char
   const size_t at = header.find("'" + key + "'");
   if (at == std::string::npos) return {};
   const size_t colon = header.find(':', at);
-  const size_t start = header.find_first_not_of(" ", colon + 1);
+  const size_t start = header.find_first_not_of(' ', colon + 1);
   const size_t end = header.find(to, start + 1);
   if (colon == std::string::npos || start == std::string::npos || end == std::string::npos)
     return {};
@@ -222,7 +222,7 @@ Tensor parse_npy(const std::string& bytes, const std::string& what) {
     LOCKSTEP_CHECK(ok, kInput, "npy {}: {}; save the array again with numpy.save", what, why);
   };
   check(bytes.size() >= 10 && bytes.compare(0, 6, "\x93NUMPY") == 0, "no npy header");
-  const int major = bytes[6];
+  const int major = static_cast<unsigned char>(bytes[6]);
   check(major >= 1 && major <= 3, fmt::format("format version {}", major));
   const size_t prefix = major == 1 ? 10 : 12;
   check(bytes.size() >= prefix, "truncated");

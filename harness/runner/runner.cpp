@@ -29,7 +29,7 @@ std::string fingerprint(const Scenario& scenario, const RunSpec& run) {
                                  m.seed,
                                  static_cast<int>(m.defaults),
                                  m.decay_bias);
-  for (const auto& [key, value] : m.overrides) text += key + "=" + value + "|";
+  for (const auto& [key, value] : m.overrides) text += fmt::format("{}={}|", key, value);
   for (const int64_t length : scenario.data.documents) text += fmt::format("{},", length);
   text += fmt::format("|{}|{}|{}|{}|{}|{}|{}|{}|{}|{}|{}|{}|{}|{}|",
                       scenario.data.file.string(),
@@ -46,7 +46,7 @@ std::string fingerprint(const Scenario& scenario, const RunSpec& run) {
                       run.prefill_chunk,
                       run.page_size,
                       model::to_string(run.topology));
-  for (const auto& [id, value] : run.numerics) text += id + "=" + value + "|";
+  for (const auto& [id, value] : run.numerics) text += fmt::format("{}={}|", id, value);
   for (const int64_t cut : run.cp_cuts) text += fmt::format("{};", cut);
   return text;
 }

@@ -72,6 +72,8 @@ class Trainer {
   Trainer(std::shared_ptr<const model::WeightSource> source,
           TrainerOptions options,
           const parallel::Mesh& mesh);
+  Trainer(const Trainer&) = delete;
+  Trainer& operator=(const Trainer&) = delete;
   ~Trainer();
 
   /// All ranks call it with the same documents. Throws kInput for ids outside the vocabulary, kComm

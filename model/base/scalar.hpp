@@ -143,14 +143,14 @@ struct Vec {
 template <typename A>
 inline A dot(const A* a, const A* b, int64_t n) {
   using V = Vec<A>;
-  constexpr int64_t L = V::kLanes;
+  constexpr int64_t kStep = V::kLanes;
   typename V::Type s0{}, s1{}, s2{}, s3{};
   int64_t i = 0;
-  for (; i + 4 * L <= n; i += 4 * L) {
+  for (; i + 4 * kStep <= n; i += 4 * kStep) {
     s0 += V::load(a + i) * V::load(b + i);
-    s1 += V::load(a + i + L) * V::load(b + i + L);
-    s2 += V::load(a + i + 2 * L) * V::load(b + i + 2 * L);
-    s3 += V::load(a + i + 3 * L) * V::load(b + i + 3 * L);
+    s1 += V::load(a + i + kStep) * V::load(b + i + kStep);
+    s2 += V::load(a + i + 2 * kStep) * V::load(b + i + 2 * kStep);
+    s3 += V::load(a + i + 3 * kStep) * V::load(b + i + 3 * kStep);
   }
   A total = V::sum((s0 + s1) + (s2 + s3));
   for (; i < n; ++i) total += a[i] * b[i];

@@ -235,7 +235,7 @@ void Safetensors::check_index(const std::string& index_path) {
   for (const auto& [name, file] : weight_map) {
     const auto found = tensors_.find(name);
     if (found == tensors_.end() || found->second.shard != shards[file]) {
-      absent.push_back(name + " in " + file);
+      absent.push_back(fmt::format("{} in {}", name, file));
     }
   }
   for (const auto& [name, info] : tensors_) {

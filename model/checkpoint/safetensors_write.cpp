@@ -154,7 +154,8 @@ void write_safetensors_file(const std::string& path,
   std::vector<TensorToWrite> all;
   uint64_t total = 0;
   for (const auto& [name, tensor] : tensors) {
-    all.push_back({name, tensor.scalar_type(), tensor.sizes().vec(), [&tensor] { return tensor; }});
+    all.push_back(
+        {name, tensor.scalar_type(), tensor.sizes().vec(), [&value = tensor] { return value; }});
     total += all.back().bytes();
   }
   check_space(fs::path(path).parent_path().string(), total);

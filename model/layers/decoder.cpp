@@ -58,7 +58,7 @@ Tensor block(const LayerContext& ctx, int64_t layer, const Tensor& x_TnD, Tensor
   name.record("post_attention_layernorm", ffn.x_normed);
   const Tensor y = mlp(ctx, layer, ffn.x_normed);
   name.record("mlp", y);
-  const Tensor out = mix(ctx, y, middle, ffn);
+  Tensor out = mix(ctx, y, middle, ffn);
   ctx.record(fmt::format("layers.{}", layer), out);
   return out;
 }
@@ -97,9 +97,9 @@ Tensor finish(const LayerContext& ctx, const Tensor& x_TnD) {
   const OpScope time("final norm");
   const Tensor mean = hc_mean(x_TnD, ctx.num);
   const Weight weight = ctx.weight("norm.weight");
-  const Tensor h = ctx.reference
-                       ? rms_norm_reference(mean, weight.value, ctx.config.rms_norm_eps, ctx.num)
-                       : rms_norm(mean, weight, ctx.config.rms_norm_eps, ctx.num);
+  Tensor h = ctx.reference
+                 ? rms_norm_reference(mean, weight.value, ctx.config.rms_norm_eps, ctx.num)
+                 : rms_norm(mean, weight, ctx.config.rms_norm_eps, ctx.num);
   ctx.record("norm", h);
   return h;
 }

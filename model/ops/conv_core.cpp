@@ -8,7 +8,6 @@ namespace lockstep::model {
 namespace {
 
 using simd::load;
-using simd::splat;
 using simd::store;
 using simd::Vec;
 
@@ -121,7 +120,7 @@ void conv_backward(const ConvCall<S, R>& call,
                    S* dx,
                    S* dhalo,
                    R* dw_partial) {
-  constexpr int64_t lanes = simd::kLanes<R>;
+  constexpr int64_t kStep = simd::kLanes<R>;
   const int64_t width = call.width, halo_rows = width - 1;
   const int64_t slices = (call.channels + kConvChannels - 1) / kConvChannels;
   const auto tasks = static_cast<int64_t>(blocks.size()) * slices;
@@ -138,7 +137,7 @@ void conv_backward(const ConvCall<S, R>& call,
       const ConvBlock& block = blocks[static_cast<size_t>(task / slices)];
       const int64_t c = task % slices * kConvChannels;
       const int64_t n = std::min(kConvChannels, call.channels - c);
-      const int64_t ld = padded(n, lanes);
+      const int64_t ld = padded(n, kStep);
       const int64_t after = std::min(block.end + halo_rows, block.segment_end);
       load_weight(call, c, n, ld, w);
       load_rows(call, block, block.begin - halo_rows, after, c, n, ld, in);
@@ -147,7 +146,7 @@ void conv_backward(const ConvCall<S, R>& call,
         const R* window = in + (row - block.begin) * ld;
         R* d = dpre + (row - block.begin) * ld;
         simd::load_row(dy + row * call.channels + c, n, d, ld);
-        for (int64_t i = 0; i < ld; i += lanes) {
+        for (int64_t i = 0; i < ld; i += kStep) {
           const Vec<R> p = taps(w + i, window + i, width, ld);
           const Vec<R> v = load(d + i) * simd::sigmoid(p) * (1 + p * simd::sigmoid(-p));
           store(d + i, v);
@@ -163,7 +162,7 @@ void conv_backward(const ConvCall<S, R>& call,
           const int64_t later = row + halo_rows - j;
           if (later < block.begin || later >= after) continue;
           const R* d = dpre + (later - block.begin) * ld;
-          for (int64_t i = 0; i < ld; i += lanes) {
+          for (int64_t i = 0; i < ld; i += kStep) {
             store(out + i, simd::fma(load(w + j * ld + i), load(d + i), load(out + i)));
           }
         }

@@ -100,13 +100,10 @@ Tensor kda_decode(const KdaInput& in,
         };
       });
     };
-    if constexpr (std::is_same_v<R, double>) {
-      run_all(mutable_data<R>(cache));
-    } else if (narrow_states(states, num)) {
-      run_all(mutable_data<simd::Bf16>(cache));
-    } else {
-      run_all(mutable_data<R>(cache));
+    if constexpr (!std::is_same_v<R, double>) {
+      if (narrow_states(states, num)) return run_all(mutable_data<simd::Bf16>(cache));
     }
+    run_all(mutable_data<R>(cache));
   });
   return o;
 }

@@ -94,17 +94,17 @@ void state_terms(const KdaData<R>& d, Scratch<R>& s, R* y_state) {
 template <typename R>
 void between_blocks(const KdaData<R>& d, Scratch<R>& s) {
   const int64_t width = d.width, ld = d.chunk, blocks = d.rows / kBlock;
-  constexpr int64_t lanes = simd::kLanes<R>;
+  constexpr int64_t kStep = simd::kLanes<R>;
   const int64_t area = kBlock * width;
   R* sum = s.n_T;  // not needed any more: at least [kBlock, D]
   const auto add_scaled = [&](const R* factor, R* dst) {
-    for (int64_t c = 0; c < area; c += lanes) {
+    for (int64_t c = 0; c < area; c += kStep) {
       store(dst + c, simd::fma(load(sum + c), load(factor + c), load(dst + c)));
     }
   };
   const auto decay_rows = [&](const R* total, int64_t first, int64_t last, R* x) {
     for (int64_t i = first; i < last; ++i) {
-      for (int64_t c = 0; c < width; c += lanes) {
+      for (int64_t c = 0; c < width; c += kStep) {
         store(x + i * width + c, load(x + i * width + c) * load(total + c));
       }
     }
@@ -213,7 +213,7 @@ void kda_chunk_gradients(const KdaCall<S, R>& call,
                          std::vector<R>& room) {
   const KdaChunk& chunk = call.chunks[static_cast<size_t>(chunk_index)];
   const int64_t width = d.width, dim = call.dim, ld = d.chunk, at_head = head * dim;
-  constexpr int64_t lanes = simd::kLanes<R>;
+  constexpr int64_t kStep = simd::kLanes<R>;
   Scratch<R> s(room, width, d.chunk);
 
   R* y_state = s.keys;
@@ -226,7 +226,7 @@ void kda_chunk_gradients(const KdaCall<S, R>& call,
     const R* before = d.before + i / kBlock * width;
     simd::load_row(call.v.data + t * call.v.stride + at_head, dim, s.raw, width);
     R dbeta = simd::dot(d.y + at, s.raw, width);
-    for (int64_t c = 0; c < width; c += lanes) {
+    for (int64_t c = 0; c < width; c += kStep) {
       store(s.raw + c, load(d.k_start + at + c) * load(before + c));
     }
     dbeta -= simd::dot(s.raw, y_state + at, width);
@@ -238,7 +238,7 @@ void kda_chunk_gradients(const KdaCall<S, R>& call,
     const R logit = simd::widen(call.beta_logit.data[t * call.beta_logit.stride + head]);
     const R slope = 1 / ((1 + std::exp(-logit)) * (1 + std::exp(logit)));
     simd::narrow(grads.dbeta_logit + t * call.heads + head, dbeta * slope);
-    for (int64_t c = 0; c < width; c += lanes) {
+    for (int64_t c = 0; c < width; c += kStep) {
       store(s.raw + c, splat(d.beta[i]) * load(d.y + at + c));
     }
     simd::store_row(s.raw, dim, grads.dv + t * call.heads * dim + at_head);
@@ -256,7 +256,7 @@ void kda_chunk_gradients(const KdaCall<S, R>& call,
     const int64_t t = chunk.row + i, out = t * call.heads * dim + at_head;
     const Vec<R> diagonal = splat(s.dm[i * ld + i]);
     const bool last_row = i == chunk.length - 1;
-    for (int64_t c = 0; c < width; c += lanes) {
+    for (int64_t c = 0; c < width; c += kStep) {
       const int64_t at = i * width + c;
       const Vec<R> q = load(d.q + at), k = load(d.k + at);
       const Vec<R> dq = load(s.dq + at);
@@ -282,7 +282,7 @@ void kda_chunk_gradients(const KdaCall<S, R>& call,
   std::fill(s.dt_sum, s.dt_sum + width, R(0));
   for (int64_t i = chunk.length - 1; i >= 0; --i) {
     const int64_t t = chunk.row + i;
-    for (int64_t c = 0; c < width; c += lanes) {
+    for (int64_t c = 0; c < width; c += kStep) {
       store(dg + c, load(dg + c) + load(db + i * width + c));
     }
     simd::load_row(call.f.data + t * call.f.stride + at_head, dim, s.raw, width);

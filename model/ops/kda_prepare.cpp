@@ -142,7 +142,7 @@ void scores_between(KdaData<R>& d, R* keys_T) {
 template <typename R>
 void scores_within(const KdaChunk& chunk, KdaData<R>& d, R* walk) {
   const int64_t width = d.width;
-  constexpr int64_t lanes = simd::kLanes<R>;
+  constexpr int64_t kStep = simd::kLanes<R>;
   for (int64_t j = 0; j < chunk.length; ++j) {
     const int64_t end = std::min((j / kBlock + 1) * kBlock, chunk.length);
     std::copy(d.k + j * width, d.k + (j + 1) * width, walk);
@@ -150,15 +150,15 @@ void scores_within(const KdaChunk& chunk, KdaData<R>& d, R* walk) {
     for (int64_t i = j + 1; i < end; ++i) {
       const R *e = d.decay + i * width, *k = d.k + i * width, *q = d.q + i * width;
       Vec<R> g0{}, g1{}, m0{}, m1{};
-      for (int64_t c = 0; c < width; c += 2 * lanes) {
+      for (int64_t c = 0; c < width; c += 2 * kStep) {
         const Vec<R> w0 = load(walk + c) * load(e + c);
-        const Vec<R> w1 = load(walk + c + lanes) * load(e + c + lanes);
+        const Vec<R> w1 = load(walk + c + kStep) * load(e + c + kStep);
         store(walk + c, w0);
-        store(walk + c + lanes, w1);
+        store(walk + c + kStep, w1);
         g0 = simd::fma(w0, load(k + c), g0);
-        g1 = simd::fma(w1, load(k + c + lanes), g1);
+        g1 = simd::fma(w1, load(k + c + kStep), g1);
         m0 = simd::fma(w0, load(q + c), m0);
-        m1 = simd::fma(w1, load(q + c + lanes), m1);
+        m1 = simd::fma(w1, load(q + c + kStep), m1);
       }
       d.gm[i * d.chunk + j] = simd::sum(g0 + g1);
       d.m[i * d.chunk + j] = simd::sum(m0 + m1);
@@ -199,34 +199,35 @@ inline double round_half(double x) { return x; }
 /// product rounded to half precision (D23 fp16).
 template <typename R>
 void half_inverse_block(const R* l, int64_t ld, R* t, R* scratch) {
-  constexpr int64_t n = kBlock;
-  R *power = scratch, *factor = scratch + n * n, *next = scratch + 2 * n * n;
+  constexpr int64_t kSide = kBlock;
+  R *power = scratch, *factor = scratch + kSide * kSide, *next = scratch + 2 * kSide * kSide;
   const auto multiply = [&](const R* a, const R* b, R* out) {
-    for (int64_t i = 0; i < n; ++i) {
-      for (int64_t j = 0; j < n; ++j) {
+    for (int64_t i = 0; i < kSide; ++i) {
+      for (int64_t j = 0; j < kSide; ++j) {
         R s = 0;
-        for (int64_t p = 0; p < n; ++p) s = std::fma(a[i * n + p], b[p * n + j], s);
-        out[i * n + j] = round_half(s);
+        for (int64_t p = 0; p < kSide; ++p) s = std::fma(a[i * kSide + p], b[p * kSide + j], s);
+        out[i * kSide + j] = round_half(s);
       }
     }
   };
-  R* product = scratch + 3 * n * n;
-  for (int64_t i = 0; i < n; ++i) {
-    for (int64_t j = 0; j < n; ++j) {
-      power[i * n + j] = l[i * ld + j];
-      product[i * n + j] = round_half((i == j ? R(1) : R(0)) + l[i * ld + j]);
+  R* product = scratch + 3 * kSide * kSide;
+  for (int64_t i = 0; i < kSide; ++i) {
+    for (int64_t j = 0; j < kSide; ++j) {
+      power[i * kSide + j] = l[i * ld + j];
+      product[i * kSide + j] = round_half((i == j ? R(1) : R(0)) + l[i * ld + j]);
     }
   }
   for (int64_t step = 0; step < 3; ++step) {
     multiply(power, power, next);
     std::swap(power, next);
-    for (int64_t i = 0; i < n * n; ++i) {
-      factor[i] = round_half(power[i] + (i % (n + 1) == 0 ? R(1) : R(0)));
+    for (int64_t i = 0; i < kSide * kSide; ++i) {
+      factor[i] = round_half(power[i] + (i % (kSide + 1) == 0 ? R(1) : R(0)));
     }
     multiply(product, factor, next);
     std::swap(product, next);
   }
-  for (int64_t i = 0; i < n; ++i) std::copy(product + i * n, product + (i + 1) * n, t + i * ld);
+  for (int64_t i = 0; i < kSide; ++i)
+    std::copy(product + i * kSide, product + (i + 1) * kSide, t + i * ld);
 }
 
 /// l = -L and Tm = (I - l)^-1: forward substitution by rows inside blocks, block substitution

@@ -187,11 +187,11 @@ inline void store_row(const R* src, int64_t n, S* dst) {
 /// sum_i a_i b_i over a padded row, in four running sums.
 template <typename R>
 inline R dot(const R* a, const R* b, int64_t padded) {
-  constexpr int64_t w = kLanes<R>;
+  constexpr int64_t kStep = kLanes<R>;
   Vec<R> s0{}, s1{};
-  for (int64_t i = 0; i < padded; i += 2 * w) {
+  for (int64_t i = 0; i < padded; i += 2 * kStep) {
     s0 = fma(load(a + i), load(b + i), s0);
-    s1 = fma(load(a + i + w), load(b + i + w), s1);
+    s1 = fma(load(a + i + kStep), load(b + i + kStep), s1);
   }
   return sum(s0 + s1);
 }

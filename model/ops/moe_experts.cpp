@@ -248,7 +248,9 @@ class SwigluFunction : public torch::autograd::Function<SwigluFunction> {
   }
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     const auto s = ctx->get_saved_variables();
-    const auto& [form, num] = stashed<std::pair<SwigluForm, Numerics>>(ctx);
+    const auto& stash = stashed<std::pair<SwigluForm, Numerics>>(ctx);
+    const SwigluForm form = stash.first;
+    const Numerics& num = stash.second;
     const Tensor g = s[0].to(num.acc()), u = s[1].to(num.acc()),
                  dh = grads[0].to(num.acc()).contiguous();
     const Tensor h = at::empty_like(g), dg = at::empty_like(g), du = at::empty_like(g);

@@ -39,7 +39,7 @@ R inverse_rms(const NormCall<S, R>& call, const R* x, int64_t width) {
 
 template <typename S, typename R>
 void norm_forward(const NormCall<S, R>& call, S* y) {
-  constexpr int64_t w = simd::kLanes<R>;
+  constexpr int64_t kStep = simd::kLanes<R>;
   const int64_t dim = call.dim, width = padded(dim, simd::kPad<R>);
   std::vector<R> weight(static_cast<size_t>(width), R(0));
   std::copy(call.w, call.w + dim, weight.begin());
@@ -51,7 +51,7 @@ void norm_forward(const NormCall<S, R>& call, S* y) {
       simd::load_row(call.x + row * dim, dim, x, width);
       const Vec<R> r = splat(inverse_rms(call, x, width));
       if (call.gate) simd::load_row(call.gate + row * dim, dim, gate, width);
-      for (int64_t i = 0; i < width; i += w) {
+      for (int64_t i = 0; i < width; i += kStep) {
         Vec<R> xhat = load(x + i) * r;
         if (call.round_xhat) xhat = simd::round_bf16(xhat);
         Vec<R> v = load(weight.data() + i) * xhat;
@@ -68,7 +68,7 @@ void norm_forward(const NormCall<S, R>& call, S* y) {
 template <typename S, typename R>
 void norm_backward(
     const NormCall<S, R>& call, const S* dy, S* dx, S* dgate, R* dw_partial, ExactRow* exact) {
-  constexpr int64_t w = simd::kLanes<R>;
+  constexpr int64_t kStep = simd::kLanes<R>;
   const int64_t dim = call.dim, width = padded(dim, simd::kPad<R>);
   std::vector<R> weight(static_cast<size_t>(width), R(0));
   std::copy(call.w, call.w + dim, weight.begin());
@@ -84,7 +84,7 @@ void norm_backward(
       simd::load_row(dy + row * dim, dim, d, width);
       const R r = inverse_rms(call, x, width);
       if (call.gate) simd::load_row(call.gate + row * dim, dim, gate, width);
-      for (int64_t i = 0; i < width; i += w) {
+      for (int64_t i = 0; i < width; i += kStep) {
         const Vec<R> xhat = load(x + i) * splat(r), wi = load(weight.data() + i);
         const Vec<R> used = call.round_xhat ? simd::round_bf16(xhat) : xhat;
         Vec<R> di = load(d + i);
@@ -99,7 +99,7 @@ void norm_backward(
       }
       if (call.gate) simd::store_row(gate, dim, dgate + row * dim);
       const R mean = simd::dot(d, x, width) / static_cast<R>(dim);
-      for (int64_t i = 0; i < width; i += w) {
+      for (int64_t i = 0; i < width; i += kStep) {
         store(x + i, splat(r) * (load(d + i) - load(x + i) * splat(mean)));
       }
       simd::store_row(x, dim, dx + row * dim);

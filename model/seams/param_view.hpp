@@ -39,6 +39,7 @@ class ParamView {
   virtual void enter(int64_t /*unit*/, Pass /*pass*/) {}
   virtual void leave(int64_t /*unit*/, Pass /*pass*/) {}
   /// Gradients of the parameters that backward of the unit reached.
+  // NOLINTNEXTLINE(performance-unnecessary-value-param): overriders keep them
   virtual void add_grads(int64_t /*unit*/, std::vector<NamedGrad> /*grads*/) {}
 };
 

@@ -200,6 +200,7 @@ void save_checkpoint(const std::string& folder,
   const std::map<std::string, std::string> metadata = {
       {"format", "pt"}, {std::string(model::kLayoutKey), std::string(model::kLayout)}};
   std::vector<model::SafetensorsLayout> layouts;
+  layouts.reserve(files.size());
   for (const Part& part : files)
     layouts.push_back(model::layout_safetensors(part.tensors, metadata));
 

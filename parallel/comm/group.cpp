@@ -109,7 +109,7 @@ WorkPtr start(const Call& call, const Start& body) {
 
 Tensor gather_start(const Call& call, const Tensor& local, const Rows& rows, WorkPtr& work) {
   finish_device_work(local);
-  const Tensor all = with_rows(local, rows.total);
+  Tensor all = with_rows(local, rows.total);
   if (all.numel() == 0) return all;
   work = start(call, [&](const Until& until) {
     return transport_of(call.g, local)
@@ -120,14 +120,14 @@ Tensor gather_start(const Call& call, const Tensor& local, const Rows& rows, Wor
 
 Tensor gather(const Call& call, const Tensor& local, const Rows& rows) {
   WorkPtr work;
-  const Tensor all = gather_start(call, local, rows, work);
+  Tensor all = gather_start(call, local, rows, work);
   if (work) wait(*work, call);
   return all;
 }
 
 Tensor exchange(const Call& call, const Tensor& rows, const Rows& out, const Rows& in) {
   finish_device_work(rows);
-  const Tensor received = with_rows(rows, in.total);
+  Tensor received = with_rows(rows, in.total);
   const WorkPtr work = start(call, [&](const Until& until) {
     return transport_of(call.g, rows)
         .all_to_all(
@@ -227,6 +227,9 @@ struct Pending::Impl {
   int64_t sequence = 0;
   uint64_t hash = 0;
 
+  Impl() = default;
+  Impl(const Impl&) = delete;
+  Impl& operator=(const Impl&) = delete;
   ~Impl() {
     if (work) work->abandon();
   }

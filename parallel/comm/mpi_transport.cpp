@@ -43,6 +43,9 @@ struct Counts {
 
 class MpiWork final : public Work {
  public:
+  MpiWork() = default;
+  MpiWork(const MpiWork&) = delete;
+  MpiWork& operator=(const MpiWork&) = delete;
   ~MpiWork() override { abandon(); }
 
   bool done() override {

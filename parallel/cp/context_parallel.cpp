@@ -54,6 +54,7 @@ void remember(AutogradContext* ctx, const Shards& shards, std::string_view what)
   ctx->saved_data["what"] = std::string(what);
 }
 const Shards& shards_of(AutogradContext* ctx) {
+  // NOLINTNEXTLINE(performance-no-int-to-ptr): a saved value cannot be a pointer
   return *reinterpret_cast<const Shards*>(ctx->saved_data["shards"].toInt());
 }
 std::string what_of(AutogradContext* ctx) {

@@ -15,10 +15,11 @@ constexpr double kLeft = Frame::kLeft, kTop = Frame::kTop, kBottom = Frame::kBot
 
 std::string marker(size_t index, double x, double y, bool hollow) {
   const std::string css = fmt::format("m c{}{}", index % kNumColours, hollow ? " hollow" : "");
-  constexpr double r = 3;
+  constexpr double kRadius = 3;
   switch (index % 4) {
     case 0:
-      return fmt::format(R"(<circle class="{}" cx="{:.1f}" cy="{:.1f}" r="{}"/>)", css, x, y, r);
+      return fmt::format(
+          R"(<circle class="{}" cx="{:.1f}" cy="{:.1f}" r="{}"/>)", css, x, y, kRadius);
     case 1:
       return fmt::format(R"(<rect class="{}" x="{:.1f}" y="{:.1f}" width="5.4" height="5.4"/>)",
                          css,
@@ -197,7 +198,7 @@ std::string draw_line(const Frame& frame, const ChartData& data, size_t index) {
     line += fmt::format("{}{:.1f} {:.1f}", is_open ? "L" : "M", x, y);
     is_open = true;
     upper += fmt::format("L{:.1f} {:.1f}", x, y);
-    lower = fmt::format("L{:.1f} {:.1f}", x, frame.py(cell.least)) + lower;
+    lower.insert(0, fmt::format("L{:.1f} {:.1f}", x, frame.py(cell.least)));
     if (frame.has_markers()) markers += marker(index, x, y, frame.y.is_log && cell.most == 0);
   }
   close_band();

@@ -87,7 +87,7 @@ std::string runs_table(const Report& report) {
     }
   }
   if (rows.empty()) return "";
-  const std::string table =
+  std::string table =
       R"(<div class="card scroll"><table><caption class="visually-hidden">Runs</caption><thead><tr>)"
       R"(<th scope="col">Run</th><th scope="col">Engine</th><th scope="col">Policy and switches</th>)"
       R"(<th scope="col">Topology</th><th scope="col">Device</th><th scope="col">Weights</th>)"

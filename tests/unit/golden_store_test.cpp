@@ -29,6 +29,8 @@ class Folder {
     fs::remove_all(path_);
     fs::create_directories(path_);
   }
+  Folder(const Folder&) = delete;
+  Folder& operator=(const Folder&) = delete;
   ~Folder() { fs::remove_all(path_); }
   [[nodiscard]] const fs::path& path() const { return path_; }
 

@@ -11,7 +11,6 @@
 namespace lockstep::harness {
 namespace {
 
-using ::testing::AllOf;
 using ::testing::HasSubstr;
 
 const std::string kGood = R"(name = "good"

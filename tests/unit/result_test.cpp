@@ -3,8 +3,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <bit>
 #include <cmath>
-#include <cstring>
+#include <cstdint>
 #include <limits>
 
 #include "tests/unit/report_examples.hpp"
@@ -225,7 +226,7 @@ TEST(ResultJson, NumbersReadBackToTheSameBits) {
   s.series[0].points = {{1.7976931348623157e308, kNan}};
   const ScenarioResult back = scenario_from_json(to_json(s), "text");
   const auto same = [](double left, double right) {
-    return std::memcmp(&left, &right, sizeof left) == 0;
+    return std::bit_cast<uint64_t>(left) == std::bit_cast<uint64_t>(right);
   };
   EXPECT_TRUE(same(back.comparisons[0].value, 0.1));
   EXPECT_TRUE(same(*back.comparisons[0].limit, 1.0 / 3));
