@@ -2,6 +2,8 @@
 
 #include <cmath>
 
+#include "model/base/stash.hpp"
+
 namespace lockstep {
 namespace {
 
@@ -16,24 +18,18 @@ int64_t elements(const std::vector<int64_t>& sizes) {
 
 class ExactGradient : public torch::autograd::Function<ExactGradient> {
  public:
-  struct Holder : torch::CustomClassHolder {
-    explicit Holder(ExactSum s) : sum(std::move(s)) {}
-    ExactSum sum;
-  };
   static Tensor forward(torch::autograd::AutogradContext* ctx,
                         const Tensor& x,
-                        const c10::intrusive_ptr<Holder>& holder) {
-    ctx->saved_data["sum"] = c10::IValue::make_capsule(holder);
+                        const ExactSum& sum) {
+    stash(ctx, sum);
     ctx->saved_data["dtype"] = static_cast<int64_t>(x.scalar_type());
     ctx->set_materialize_grads(false);
     return x.view_as(x);
   }
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
                                                  const torch::autograd::variable_list&) {
-    const auto holder =
-        c10::static_intrusive_pointer_cast<Holder>(ctx->saved_data["sum"].toCapsule());
-    return {holder->sum.value().to(static_cast<at::ScalarType>(ctx->saved_data["dtype"].toInt())),
-            Tensor()};
+    const auto dtype = static_cast<at::ScalarType>(ctx->saved_data["dtype"].toInt());
+    return {stashed<ExactSum>(ctx).value().to(dtype), Tensor()};
   }
 };
 
@@ -126,7 +122,7 @@ void ExactSum::carry(const Tensor& pairs) {
 }
 
 Tensor with_exact_gradient(const Tensor& x, const ExactSum& sum) {
-  return ExactGradient::apply(x, c10::make_intrusive<ExactGradient::Holder>(sum));
+  return ExactGradient::apply(x, sum);
 }
 
 }  // namespace lockstep

@@ -1,30 +1,11 @@
-// Plain data passed from an operator's forward to its backward, and weights with exact sums.
+// What operators with exact sums share.
 #pragma once
 
-#include <memory>
-#include <utility>
-
+#include "model/base/stash.hpp"
 #include "model/base/weight.hpp"
 #include "model/config/numerics.hpp"
 
 namespace lockstep::model {
-
-/// Plain data kept from forward to backward beside the saved tensors.
-template <typename T>
-struct Stash : torch::CustomClassHolder {
-  explicit Stash(T v) : value(std::move(v)) {}
-  T value;
-};
-template <typename T>
-void stash(torch::autograd::AutogradContext* ctx, T value) {
-  c10::intrusive_ptr<torch::CustomClassHolder> holder =
-      c10::make_intrusive<Stash<T>>(std::move(value));
-  ctx->saved_data["stash"] = c10::IValue::make_capsule(std::move(holder));
-}
-template <typename T>
-const T& stashed(torch::autograd::AutogradContext* ctx) {
-  return static_cast<Stash<T>*>(ctx->saved_data["stash"].toCapsule().get())->value;
-}
 
 inline int64_t num_blocks(const RowBlocks& blocks) {
   return static_cast<int64_t>(blocks->size()) - 1;

@@ -1,7 +1,8 @@
 #include "parallel/comm/autograd.hpp"
 
 #include <string>
-#include <utility>
+
+#include "model/base/stash.hpp"
 
 namespace lockstep::parallel {
 namespace {
@@ -9,18 +10,11 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-struct Holder final : torch::CustomClassHolder {
-  explicit Holder(Group g) : group(std::move(g)) {}
-  Group group;
-};
-
 void remember(AutogradContext* ctx, const Group& group, std::string_view what) {
-  ctx->saved_data["group"] = c10::IValue::make_capsule(c10::make_intrusive<Holder>(group));
+  stash(ctx, group);
   ctx->saved_data["what"] = std::string(what) + " gradient";
 }
-Group group_of(AutogradContext* ctx) {
-  return c10::static_intrusive_pointer_cast<Holder>(ctx->saved_data["group"].toCapsule())->group;
-}
+Group group_of(AutogradContext* ctx) { return stashed<Group>(ctx); }
 std::string what_of(AutogradContext* ctx) { return ctx->saved_data["what"].toStringRef(); }
 
 Tensor summed(const Group& group, const Tensor& tensor, std::string_view what) {

@@ -4,6 +4,7 @@
 #include <string>
 #include <utility>
 
+#include "model/base/stash.hpp"
 #include "parallel/comm/autograd.hpp"
 
 namespace lockstep::parallel {
@@ -64,25 +65,19 @@ std::string what_of(AutogradContext* ctx) {
 /// Rows of all ranks; the gradient is an exact sum's.
 class GatherRowsExact : public torch::autograd::Function<GatherRowsExact> {
  public:
-  struct Holder : torch::CustomClassHolder {
-    explicit Holder(ExactSum s) : sum(std::move(s)) {}
-    ExactSum sum;
-  };
   static Tensor forward(AutogradContext* ctx,
                         const Tensor& local,
                         const Shards* shards,
                         const ExactSum& sum,
                         std::string_view what) {
     remember(ctx, *shards, what);
-    ctx->saved_data["sum"] = c10::IValue::make_capsule(c10::make_intrusive<Holder>(sum));
+    stash(ctx, sum);
     ctx->saved_data["dtype"] = static_cast<int64_t>(local.scalar_type());
     ctx->set_materialize_grads(false);
     return shards->group().all_gather_rows(local.contiguous(), shards->rows(), what);
   }
   static variable_list backward(AutogradContext* ctx, const variable_list&) {
-    const auto holder =
-        c10::static_intrusive_pointer_cast<Holder>(ctx->saved_data["sum"].toCapsule());
-    const Tensor pairs = holder->sum.pairs();
+    const Tensor pairs = stashed<ExactSum>(ctx).pairs();
     ExactSum::carry(pairs);
     // Rows first: [rows, 2, ...].
     const Tensor mine = shards_of(ctx).group().reduce_scatter_rows(

@@ -5,6 +5,8 @@
 #include <string>
 #include <utility>
 
+#include "model/base/stash.hpp"
+
 namespace lockstep::parallel {
 namespace {
 
@@ -38,25 +40,18 @@ class Travel : public torch::autograd::Function<Travel> {
                         std::string_view what) {
     ctx->saved_data["there"] = there;
     ctx->saved_data["what"] = std::string(what);
-    ctx->saved_data["route"] =
-        c10::IValue::make_capsule(c10::make_intrusive<Holder>(Holder{route}));
+    stash(ctx, route);
     return move(rows, *route, there, what);
   }
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
-    const auto holder =
-        c10::static_intrusive_pointer_cast<Holder>(ctx->saved_data["route"].toCapsule());
     const Tensor grad = move(grads[0],
-                             *holder->route,
+                             *stashed<std::shared_ptr<Route>>(ctx),
                              !ctx->saved_data["there"].toBool(),
                              ctx->saved_data["what"].toStringRef() + " gradient");
     return {grad, Tensor(), Tensor(), Tensor()};
   }
 
  private:
-  struct Holder final : torch::CustomClassHolder {
-    explicit Holder(std::shared_ptr<Route> r) : route(std::move(r)) {}
-    std::shared_ptr<Route> route;
-  };
   static Tensor move(const Tensor& rows, const Route& route, bool there, std::string_view what) {
     if (there) {
       return route.group.all_to_all_rows(rows.contiguous(), route.send, route.receive, what)
