@@ -25,33 +25,23 @@ std::vector<int64_t> document_cuts(const Packing& batch, int64_t data_ranks) {
   return cuts;
 }
 
-/// Rows of a row of documents (bounds cu) where a canonical cut may be: starts of tiles and the
-/// end.
-std::vector<int64_t> tile_starts(const std::vector<int64_t>& cu) {
-  std::vector<int64_t> starts;
-  for (size_t d = 0; d + 1 < cu.size(); ++d) {
-    for (int64_t row = cu[d]; row < cu[d + 1]; row += kTileTokens) starts.push_back(row);
-  }
-  starts.push_back(cu.back());
-  return starts;
-}
-
-std::vector<int64_t> canonical_cuts(const std::vector<int64_t>& starts, int64_t ranks) {
-  const int64_t tokens = starts.back();
+/// bounds: those of the tiles of a row of documents.
+std::vector<int64_t> canonical_cuts(const std::vector<int64_t>& bounds, int64_t ranks) {
+  const int64_t tokens = bounds.back();
   std::vector<int64_t> cuts = even_cuts(tokens, ranks);
   for (int64_t& cut : cuts) {
-    const auto above = std::lower_bound(starts.begin(), starts.end(), cut);
+    const auto above = std::lower_bound(bounds.begin(), bounds.end(), cut);
     // The nearest; of two the lower.
-    cut = above != starts.begin() && cut - *(above - 1) <= *above - cut ? *(above - 1) : *above;
+    cut = above != bounds.begin() && cut - *(above - 1) <= *above - cut ? *(above - 1) : *above;
   }
   cuts.front() = 0;
   cuts.back() = tokens;
   return cuts;
 }
 
-void check_canonical(const std::vector<int64_t>& starts, const std::vector<int64_t>& cuts) {
+void check_canonical(const std::vector<int64_t>& bounds, const std::vector<int64_t>& cuts) {
   for (const int64_t cut : cuts) {
-    LOCKSTEP_CHECK(std::binary_search(starts.begin(), starts.end(), cut),
+    LOCKSTEP_CHECK(std::binary_search(bounds.begin(), bounds.end(), cut),
                    kMesh,
                    "tokens: a cut at row {} is inside a tile of {} tokens; invariant policies cut "
                    "at multiples of {} from a document's start (or leave the cuts out)",
@@ -104,17 +94,20 @@ TokenPlan plan_tokens(const model::Topology& topology,
     const int64_t tokens = cu[last] - cu[first];
     std::vector<int64_t> row_cu;
     for (size_t i = first; i <= last; ++i) row_cu.push_back(cu[i] - cu[first]);
-    const std::vector<int64_t> starts = tile_starts(row_cu);
-    const std::vector<int64_t> row_cuts = !cuts.empty() ? cuts
-                                          : canonical   ? canonical_cuts(starts, topology.cp)
-                                                        : even_cuts(tokens, topology.cp);
-    if (canonical) check_canonical(starts, row_cuts);
+    const Packing row = Packing::whole(std::move(row_cu));
+    std::vector<int64_t> row_cuts = cuts;
+    if (canonical) {
+      const std::vector<int64_t> bounds = row.tile_bounds();
+      if (cuts.empty()) row_cuts = canonical_cuts(bounds, topology.cp);
+      check_canonical(bounds, row_cuts);
+    } else if (cuts.empty()) {
+      row_cuts = even_cuts(tokens, topology.cp);
+    }
     for (size_t r = 0; r + 1 < row_cuts.size(); ++r)
       plan.rows.push_back(row_cuts[r + 1] - row_cuts[r]);
     if (d != mine) continue;
     const auto cp = static_cast<size_t>(place.cp);
-    plan.packing = Packing::whole(std::move(row_cu));
-    if (topology.cp > 1) plan.packing = plan.packing.shard(row_cuts[cp], row_cuts[cp + 1]);
+    plan.packing = topology.cp > 1 ? row.shard(row_cuts[cp], row_cuts[cp + 1]) : row;
     plan.cuts = row_cuts;
     plan.row_begin = cu[first];
     plan.begin = cu[first] + row_cuts[cp];
