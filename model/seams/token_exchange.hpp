@@ -3,7 +3,6 @@
 
 #include <cstdint>
 #include <memory>
-#include <span>
 #include <string_view>
 #include <vector>
 
@@ -23,13 +22,13 @@ struct Dispatched {
   std::shared_ptr<ExchangePlan> plan;  ///< null where nothing moved
 };
 
-/// Bounds of the runs of equal tags, cut at `offsets` too.
-inline RowBlocks runs_of_tags(std::span<const int64_t> tags, const std::vector<int64_t>& offsets) {
+/// Bounds of the runs of equal tags [R] int64 (contiguous), cut at `offsets` too.
+inline RowBlocks runs_of_tags(const Tensor& tags, const std::vector<int64_t>& offsets) {
+  const auto* tag = static_cast<const int64_t*>(tags.const_data_ptr());
   auto bounds = std::make_shared<std::vector<int64_t>>(1, 0);
   for (size_t e = 0; e + 1 < offsets.size(); ++e) {
     for (int64_t row = offsets[e] + 1; row <= offsets[e + 1]; ++row) {
-      const auto i = static_cast<size_t>(row);
-      if (row == offsets[e + 1] || tags[i] != tags[i - 1]) bounds->push_back(row);
+      if (row == offsets[e + 1] || tag[row] != tag[row - 1]) bounds->push_back(row);
     }
   }
   return bounds;
@@ -59,12 +58,7 @@ class LocalExperts final : public TokenExchange {
                       const std::vector<int64_t>& offsets,
                       const Tensor& tags,
                       std::string_view) override {
-    RowBlocks blocks;
-    if (tags.defined()) {
-      const auto* tag = static_cast<const int64_t*>(tags.const_data_ptr());
-      blocks = runs_of_tags({tag, static_cast<size_t>(tags.size(0))}, offsets);
-    }
-    return {rows, offsets, blocks, nullptr};
+    return {rows, offsets, tags.defined() ? runs_of_tags(tags, offsets) : nullptr, nullptr};
   }
   Tensor combine(const Tensor& rows, const Dispatched&, std::string_view) override { return rows; }
 };

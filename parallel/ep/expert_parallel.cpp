@@ -119,9 +119,7 @@ class ExpertParallel final : public model::TokenExchange {
                                                   route->receive,
                                                   std::string(what) + " blocks")
                                  .index_select(0, route->order);
-      const auto* tag = static_cast<const int64_t*>(arrived.const_data_ptr());
-      result.blocks =
-          model::runs_of_tags({tag, static_cast<size_t>(arrived.size(0))}, result.offsets);
+      result.blocks = model::runs_of_tags(arrived, result.offsets);
     }
     result.rows = Travel::apply(rows, route, true, what);
     result.plan = route;

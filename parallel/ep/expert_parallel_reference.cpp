@@ -94,9 +94,7 @@ class GatheredExperts final : public model::TokenExchange {
                                                   plan->rows_of_rank,
                                                   std::string(what) + " blocks")
                                  .index_select(0, plan->mine);
-      const auto* tag = static_cast<const int64_t*>(arrived.const_data_ptr());
-      result.blocks =
-          model::runs_of_tags({tag, static_cast<size_t>(arrived.size(0))}, result.offsets);
+      result.blocks = model::runs_of_tags(arrived, result.offsets);
     }
     return result;
   }
