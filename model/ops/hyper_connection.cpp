@@ -103,64 +103,49 @@ class PreFunction : public torch::autograd::Function<PreFunction> {
                  &weight = saved[4];
     const Tensor dx_normed = grads[0].contiguous(), dpost = grads[1].contiguous(),
                  dcomb = grads[2].contiguous();
-    Tensor dx = at::empty_like(x), dbase = at::empty_like(base), dscale = at::empty_like(scale),
-           dweight = at::empty_like(weight), dfn;
-    if (ctx->needs_input_grad(1)) dfn = at::empty_like(fn);
+    const Tensor dx = at::empty_like(x);
+    const auto run = [&](const Tensor& dfn,
+                         const Tensor& dbase,
+                         const Tensor& dscale,
+                         const Tensor& dweight,
+                         const HcExactSums* exact) {
+      with_width(info.num, [&]<typename W>() {
+        using A = typename W::Acc;
+        hc_pre_backward<W>(
+            pre_inputs<W>(info, x, fn, projection_terms(fn, info.how), base, scale, weight),
+            {.m = cdata<A>(saved[5]),
+             .r = cdata<A>(saved[6]),
+             .dx_normed = cdata<typename W::Act>(dx_normed),
+             .dpost = cdata<A>(dpost),
+             .dcomb = cdata<A>(dcomb),
+             .dx = data<typename W::Act>(dx),
+             .dfn = data<A>(dfn),
+             .dbase = data<A>(dbase),
+             .dscale = data<A>(dscale),
+             .dnorm_weight = data<A>(dweight),
+             .exact = exact});
+      });
+    };
     if (info.fn.defined()) {
-      backward_exactly(info, saved, dx_normed, dpost, dcomb, dx);
+      add_exactly(info, [&](const HcExactSums& exact) { run({}, {}, {}, {}, &exact); });
       return {dx, {}, {}, {}, {}, {}};
     }
-    with_width(info.num, [&]<typename W>() {
-      using A = typename W::Acc;
-      hc_pre_backward<W>(
-          pre_inputs<W>(info, x, fn, projection_terms(fn, info.how), base, scale, weight),
-          {.m = cdata<A>(saved[5]),
-           .r = cdata<A>(saved[6]),
-           .dx_normed = cdata<typename W::Act>(dx_normed),
-           .dpost = cdata<A>(dpost),
-           .dcomb = cdata<A>(dcomb),
-           .dx = data<typename W::Act>(dx),
-           .dfn = data<A>(dfn),
-           .dbase = data<A>(dbase),
-           .dscale = data<A>(dscale),
-           .dnorm_weight = data<A>(dweight)});
-    });
+    const Tensor dfn = ctx->needs_input_grad(1) ? at::empty_like(fn) : Tensor(),
+                 dbase = at::empty_like(base), dscale = at::empty_like(scale),
+                 dweight = at::empty_like(weight);
+    run(dfn, dbase, dscale, dweight, nullptr);
     return {dx, dfn, dbase, dscale, dweight, {}};
   }
 
  private:
-  static void backward_exactly(const PreInfo& info,
-                               const variable_list& saved,
-                               const Tensor& dx_normed,
-                               const Tensor& dpost,
-                               const Tensor& dcomb,
-                               const Tensor& dx) {
-    const int64_t P = info.shape.num_logits(), rest = P + 3 + info.shape.width;
+  /// run(sums) adds to them.
+  template <typename F>
+  static void add_exactly(const PreInfo& info, F&& run) {
+    const int64_t rest = info.shape.num_logits() + 3 + info.shape.width;
     ExactRow fn(info.fn.high(), info.fn.low());
     std::vector<double> high(static_cast<size_t>(rest)), low(high);
     ExactRow other(high.data(), low.data());
-    const HcExactSums exact{*info.blocks, &fn, &other};
-    with_width(info.num, [&]<typename W>() {
-      using A = typename W::Acc;
-      hc_pre_backward<W>(pre_inputs<W>(info,
-                                       saved[0],
-                                       saved[1],
-                                       projection_terms(saved[1], info.how),
-                                       saved[2],
-                                       saved[3],
-                                       saved[4]),
-                         {.m = cdata<A>(saved[5]),
-                          .r = cdata<A>(saved[6]),
-                          .dx_normed = cdata<typename W::Act>(dx_normed),
-                          .dpost = cdata<A>(dpost),
-                          .dcomb = cdata<A>(dcomb),
-                          .dx = data<typename W::Act>(dx),
-                          .dfn = nullptr,
-                          .dbase = nullptr,
-                          .dscale = nullptr,
-                          .dnorm_weight = nullptr,
-                          .exact = &exact});
-    });
+    run(HcExactSums{*info.blocks, &fn, &other});
     info.fn.note(num_blocks(info.blocks), fn.peak());
     size_t at = 0;
     for (const ExactSum* sum : {&info.base, &info.scale, &info.weight}) {
