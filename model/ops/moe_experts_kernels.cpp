@@ -1,6 +1,7 @@
 // Grouped products over experts. Work is cut into (expert, tile of rows, block of columns), one
 // BLAS call on one thread each; the cut depends on the row counts only, never on the threads.
 #include <algorithm>
+#include <array>
 #include <type_traits>
 #include <vector>
 
@@ -279,6 +280,51 @@ void input_gradient(const ExpertsForm& form,
   });
 }
 
+/// A run of rows of one expert's gradient of gate (0), up (1) or down (2).
+struct GradientTask {
+  int64_t expert, row, rows;
+  int which;
+};
+
+/// Runs that cover the wanted gradients of experts [first, last).
+std::vector<GradientTask> cut_gradients(const ExpertsForm& form,
+                                        int64_t first,
+                                        int64_t last,
+                                        const std::array<bool, 3>& wanted) {
+  std::vector<GradientTask> tasks;
+  for (int64_t e = first; e < last; ++e) {
+    for (int which = 0; which < 3; ++which) {
+      if (!wanted[static_cast<size_t>(which)]) continue;
+      const int64_t rows = which == 2 ? form.width : form.inner;
+      for (int64_t r = 0; r < rows; r += kGradientRows)
+        tasks.push_back({e, r, std::min(kGradientRows, rows - r), which});
+    }
+  }
+  return tasks;
+}
+
+/// The product over an expert's rows that a task is: left [count, task.rows]^T right [count,
+/// columns].
+template <typename A>
+struct GradientProduct {
+  int64_t columns, left_stride;
+  const A *left, *right;
+
+  GradientProduct(const ExpertsForm& form,
+                  const GradientTask& t,
+                  const A* x,
+                  const A* dout,
+                  const A* h,
+                  const A* dgate_up) {
+    const int64_t D = form.width, I = form.inner, r0 = form.offsets[t.expert];
+    const bool is_down = t.which == 2;
+    columns = is_down ? I : D;
+    left_stride = is_down ? D : 2 * I;
+    left = is_down ? dout + r0 * D + t.row : dgate_up + r0 * 2 * I + t.which * I + t.row;
+    right = is_down ? h + r0 * I : x + r0 * D;
+  }
+};
+
 /// One sum per weight over the expert's rows in their order; an expert without rows gets zeros.
 template <typename A>
 void weight_gradients(const ExpertsForm& form,
@@ -288,35 +334,26 @@ void weight_gradients(const ExpertsForm& form,
                       const A* h,
                       const A* dgate_up,
                       const ExpertGradients<A>& grads) {
-  const int64_t D = form.width, I = form.inner;
-  struct GradientTask {
-    int64_t expert, row, rows;
-    int which;
-  };
-  std::vector<GradientTask> tasks;
-  for (int64_t e = slice.first; e < slice.last; ++e) {
-    for (int which = 0; which < 3; ++which) {
-      if ((which == 0 ? grads.gate : which == 1 ? grads.up : grads.down) == nullptr) continue;
-      const int64_t rows = which == 2 ? D : I;
-      for (int64_t r = 0; r < rows; r += kGradientRows) {
-        tasks.push_back({e, r, std::min(kGradientRows, rows - r), which});
-      }
-    }
-  }
+  const std::array<A*, 3> to{grads.gate, grads.up, grads.down};
+  const std::vector<GradientTask> tasks = cut_gradients(
+      form, slice.first, slice.last, {to[0] != nullptr, to[1] != nullptr, to[2] != nullptr});
   parallel_for(0, static_cast<int64_t>(tasks.size()), 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const GradientTask& t = tasks[static_cast<size_t>(i)];
-      const int64_t r0 = form.offsets[t.expert], count = form.offsets[t.expert + 1] - r0;
-      const int64_t e = t.expert - slice.first;
-      const bool is_down = t.which == 2;
-      const int64_t columns = is_down ? I : D;
-      A* to = (is_down ? grads.down + e * D * I
-                       : (t.which == 0 ? grads.gate : grads.up) + e * slice.gate_stride) +
-              t.row * columns;
-      const A* left = is_down ? dout + r0 * D + t.row : dgate_up + r0 * 2 * I + t.which * I + t.row;
-      const A* right = is_down ? h + r0 * I : x + r0 * D;
-      sum_over_rows(
-          t.rows, columns, count, left, is_down ? D : 2 * I, right, columns, false, to, columns);
+      const GradientProduct<A> product(form, t, x, dout, h, dgate_up);
+      const int64_t count = form.offsets[t.expert + 1] - form.offsets[t.expert];
+      const int64_t stride = t.which == 2 ? form.width * form.inner : slice.gate_stride;
+      sum_over_rows(t.rows,
+                    product.columns,
+                    count,
+                    product.left,
+                    product.left_stride,
+                    product.right,
+                    product.columns,
+                    false,
+                    to[static_cast<size_t>(t.which)] + (t.expert - slice.first) * stride +
+                        t.row * product.columns,
+                    product.columns);
     }
   });
 }
@@ -344,42 +381,29 @@ void experts_exact_gradients(const ExpertsForm& form,
                              const float* h,
                              const float* dgate_up,
                              ExactExperts& to) {
-  const int64_t D = form.width, I = form.inner;
-  struct GradientTask {
-    int64_t expert, row, rows;
-    int which;
-  };
-  std::vector<GradientTask> tasks;
-  for (int64_t e = 0; e < to.num_experts; ++e) {
-    if (form.offsets[e] == form.offsets[e + 1]) continue;
-    for (int which = 0; which < 3; ++which) {
-      const int64_t rows = which == 2 ? D : I;
-      for (int64_t r = 0; r < rows; r += kGradientRows)
-        tasks.push_back({e, r, std::min(kGradientRows, rows - r), which});
-    }
-  }
+  const std::vector<GradientTask> tasks =
+      cut_gradients(form, 0, to.num_experts, {true, true, true});
+  const std::array<ExactTarget, 3> targets{to.gate, to.up, to.down};
   parallel_for(0, static_cast<int64_t>(tasks.size()), 1, [&](int64_t begin, int64_t end) {
     std::vector<float> scratch;
     for (int64_t i = begin; i < end; ++i) {
       const GradientTask& t = tasks[static_cast<size_t>(i)];
-      const int64_t r0 = form.offsets[t.expert];
-      const std::vector<int64_t> blocks = blocks_between(to.bounds, r0, form.offsets[t.expert + 1]);
-      const bool is_down = t.which == 2;
-      const int64_t columns = is_down ? I : D;
-      ExactTarget target = is_down ? to.down : t.which == 0 ? to.gate : to.up;
-      const int64_t at = t.expert * (is_down ? D * I : to.gate_stride);
+      const std::vector<int64_t> blocks =
+          blocks_between(to.bounds, form.offsets[t.expert], form.offsets[t.expert + 1]);
+      const GradientProduct<float> product(form, t, x, dout, h, dgate_up);
+      ExactTarget target = targets[static_cast<size_t>(t.which)];
+      const int64_t at = t.expert * (t.which == 2 ? form.width * form.inner : to.gate_stride);
       target.high += at;
       target.low += at;
-      to.peak.add(exact_product(
-          t.rows,
-          columns,
-          blocks,
-          is_down ? dout + r0 * D + t.row : dgate_up + r0 * 2 * I + t.which * I + t.row,
-          is_down ? D : 2 * I,
-          is_down ? h + r0 * I : x + r0 * D,
-          columns,
-          target.at(t.row),
-          scratch));
+      to.peak.add(exact_product(t.rows,
+                                product.columns,
+                                blocks,
+                                product.left,
+                                product.left_stride,
+                                product.right,
+                                product.columns,
+                                target.at(t.row),
+                                scratch));
     }
   });
 }
