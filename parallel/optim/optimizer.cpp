@@ -4,7 +4,6 @@
 #include <array>
 #include <cmath>
 #include <limits>
-#include <optional>
 
 namespace lockstep::parallel {
 namespace {
@@ -37,12 +36,15 @@ void add_squares(const Tensor& grad, int64_t exponent, SquareParts& sum) {
   }
 }
 
-/// The lowest exponent with every number below 2^exponent; nothing for numbers that are not finite.
-std::optional<int64_t> exponent_of(const Tensor& grad) {
-  if (grad.numel() == 0) return INT16_MIN;
+constexpr int64_t kAllZero = INT16_MIN, kNotFinite = INT16_MAX;
+
+/// The lowest exponent with every number below 2^exponent, kAllZero or kNotFinite: ordered, so that
+/// the largest is that of several tensors.
+int64_t exponent_of(const Tensor& grad) {
+  if (grad.numel() == 0) return kAllZero;
   const auto largest = grad.abs().max().item<double>();
-  if (!std::isfinite(largest)) return std::nullopt;
-  return largest == 0 ? INT16_MIN : std::ilogb(largest) + 1;
+  if (!std::isfinite(largest)) return kNotFinite;
+  return largest == 0 ? kAllZero : std::ilogb(largest) + 1;
 }
 
 double square_sum(const Tensor& grad) { return grad.to(at::kDouble).square().sum().item<double>(); }
@@ -87,14 +89,13 @@ std::map<std::string, Tensor>& Optimizer::state(const std::string& parameter) {
 }
 
 double Optimizer::exact_grad_norm() const {
-  int64_t exponent = INT16_MIN;
+  int64_t exponent = kAllZero;
   for (const Shard& shard : params_.shards()) {
-    if (shard.grad.defined())
-      exponent = std::max(exponent, exponent_of(shard.grad).value_or(INT16_MAX));
+    if (shard.grad.defined()) exponent = std::max(exponent, exponent_of(shard.grad));
   }
   exponent = mesh_.all().all_reduce_max(exponent, "gradient norm");
-  if (exponent == INT16_MAX) return std::numeric_limits<double>::quiet_NaN();
-  if (exponent == INT16_MIN) return 0;
+  if (exponent == kNotFinite) return std::numeric_limits<double>::quiet_NaN();
+  if (exponent == kAllZero) return 0;
   SquareParts parts{};
   for (const Shard& shard : params_.shards()) {
     if (shard.grad.defined() && counted_here(shard, mesh_))
