@@ -7,6 +7,7 @@
 #include "tests/rank/topologies.hpp"
 #include "tests/rank/world.hpp"
 #include "tests/support/compare.hpp"
+#include "tests/support/draws.hpp"
 #include "tests/support/tiny_model.hpp"
 
 namespace lockstep::tests {
@@ -20,11 +21,7 @@ using model::Topology;
 /// Of three seeds one has a document that reaches over all ranks.
 Documents random_pack(uint64_t seed) {
   std::vector<int64_t> lengths;
-  uint64_t state = seed * 6364136223846793005ULL + 1442695040888963407ULL;
-  const auto next = [&](uint64_t below) {
-    state = state * 6364136223846793005ULL + 1442695040888963407ULL;
-    return static_cast<int64_t>((state >> 33) % below);
-  };
+  Draws next(seed);
   if (seed % 3 == 0) lengths = {3, 64 * (world().size() + 1) + 5, 2};
   for (int64_t n = lengths.empty() ? 2 + next(5) : 0; n > 0; --n) {
     const int64_t tiles = 64 * next(3);

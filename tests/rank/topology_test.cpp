@@ -10,6 +10,7 @@
 #include "tests/rank/topologies.hpp"
 #include "tests/rank/world.hpp"
 #include "tests/support/compare.hpp"
+#include "tests/support/draws.hpp"
 #include "tests/support/tiny_model.hpp"
 
 namespace lockstep::tests {
@@ -47,11 +48,7 @@ void expect_equal(const TrainerResult& split,
 /// Lengths from a seed: up to 7 documents of 0 to 40 tokens.
 Documents random_pack(uint64_t seed) {
   std::vector<int64_t> lengths;
-  uint64_t state = seed * 6364136223846793005ULL + 1442695040888963407ULL;
-  const auto next = [&](uint64_t below) {
-    state = state * 6364136223846793005ULL + 1442695040888963407ULL;
-    return static_cast<int64_t>((state >> 33) % below);
-  };
+  Draws next(seed);
   for (int64_t n = 1 + next(7); n > 0; --n) lengths.push_back(next(4) == 0 ? next(3) : next(41));
   return tiny_documents(lengths, seed);
 }
