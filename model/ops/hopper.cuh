@@ -302,6 +302,9 @@ LOCKSTEP_DEVICE void pin(float (&d)[kCount]) {
 #define LOCKSTEP_D8(d, i)                                                                     \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
       "+f"(d[i + 6]), "+f"(d[i + 7])
+#define LOCKSTEP_D32(d, i) \
+  LOCKSTEP_D8(d, i), LOCKSTEP_D8(d, i + 8), LOCKSTEP_D8(d, i + 16), LOCKSTEP_D8(d, i + 24)
+#define LOCKSTEP_D64(d, i) LOCKSTEP_D32(d, i), LOCKSTEP_D32(d, i + 32)
 
 /// d[64x64] (+)= sign * a[64x16] b[16x64]; a in registers, b contraction-major.
 template <int kSign>
@@ -311,7 +314,7 @@ LOCKSTEP_DEVICE void wgmma_64(float (&d)[32], const uint32_t* a, uint64_t b, boo
       "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
       "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,"
       "%25,%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, %36, p, 1, %38, 0;\n}\n"
-      : LOCKSTEP_D8(d, 0), LOCKSTEP_D8(d, 8), LOCKSTEP_D8(d, 16), LOCKSTEP_D8(d, 24)
+      : LOCKSTEP_D32(d, 0)
       : "r"(a[0]),
         "r"(a[1]),
         "r"(a[2]),
@@ -331,14 +334,7 @@ template <int kSign = 1>
 LOCKSTEP_DEVICE void wgmma_128_outer(float (&d)[64], const uint32_t* a, uint64_t b) {
   asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " LOCKSTEP_WGMMA_128_D
                ", {%64,%65,%66,%67}, %68, 1, 1, %69, 1;\n"
-               : LOCKSTEP_D8(d, 0),
-                 LOCKSTEP_D8(d, 8),
-                 LOCKSTEP_D8(d, 16),
-                 LOCKSTEP_D8(d, 24),
-                 LOCKSTEP_D8(d, 32),
-                 LOCKSTEP_D8(d, 40),
-                 LOCKSTEP_D8(d, 48),
-                 LOCKSTEP_D8(d, 56)
+               : LOCKSTEP_D64(d, 0)
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kSign));
 }
 /// d[64x64] (+)= a[64x16] b[16x64]; a in registers, b outer-major.
@@ -351,7 +347,7 @@ LOCKSTEP_DEVICE void wgmma_64_outer(float (&d)[32],
       "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
       "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,"
       "%25,%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, %36, p, 1, 1, 1;\n}\n"
-      : LOCKSTEP_D8(d, 0), LOCKSTEP_D8(d, 8), LOCKSTEP_D8(d, 16), LOCKSTEP_D8(d, 24)
+      : LOCKSTEP_D32(d, 0)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
 }
 /// d[64x64] (+)= a[64x16] b[16x64]; both in shared memory, contraction-major.
@@ -361,7 +357,7 @@ LOCKSTEP_DEVICE void wgmma_64_shared_k(float (&d)[32], uint64_t a, uint64_t b, b
       "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
       "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,"
       "%25,%26,%27,%28,%29,%30,%31}, %32, %33, p, 1, 1, 0, 0;\n}\n"
-      : LOCKSTEP_D8(d, 0), LOCKSTEP_D8(d, 8), LOCKSTEP_D8(d, 16), LOCKSTEP_D8(d, 24)
+      : LOCKSTEP_D32(d, 0)
       : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
 }
 /// d[64x64] (+)= a[64x16] b[16x64]; a in shared memory contraction-major, b outer-major.
@@ -371,7 +367,7 @@ LOCKSTEP_DEVICE void wgmma_64_shared(float (&d)[32], uint64_t a, uint64_t b, boo
       "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
       "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,"
       "%25,%26,%27,%28,%29,%30,%31}, %32, %33, p, 1, 1, 0, 1;\n}\n"
-      : LOCKSTEP_D8(d, 0), LOCKSTEP_D8(d, 8), LOCKSTEP_D8(d, 16), LOCKSTEP_D8(d, 24)
+      : LOCKSTEP_D32(d, 0)
       : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
 }
 
@@ -379,14 +375,7 @@ LOCKSTEP_DEVICE void wgmma_64_shared(float (&d)[32], uint64_t a, uint64_t b, boo
 LOCKSTEP_DEVICE void wgmma_128_shared(float (&d)[64], uint64_t a, uint64_t b) {
   asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " LOCKSTEP_WGMMA_128_D
                ", %64, %65, 1, 1, 1, 0, 1;\n"
-               : LOCKSTEP_D8(d, 0),
-                 LOCKSTEP_D8(d, 8),
-                 LOCKSTEP_D8(d, 16),
-                 LOCKSTEP_D8(d, 24),
-                 LOCKSTEP_D8(d, 32),
-                 LOCKSTEP_D8(d, 40),
-                 LOCKSTEP_D8(d, 48),
-                 LOCKSTEP_D8(d, 56)
+               : LOCKSTEP_D64(d, 0)
                : "l"(a), "l"(b));
 }
 

@@ -135,22 +135,7 @@ LOCKSTEP_DEVICE void wgmma_256(float (&d)[128], uint64_t a, uint64_t b, bool acc
       "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 " LOCKSTEP_WGMMA_256_D
       ", %128, %129, p, 1, 1, %131, %132;\n}\n"
-      : LOCKSTEP_D8(d, 0),
-        LOCKSTEP_D8(d, 8),
-        LOCKSTEP_D8(d, 16),
-        LOCKSTEP_D8(d, 24),
-        LOCKSTEP_D8(d, 32),
-        LOCKSTEP_D8(d, 40),
-        LOCKSTEP_D8(d, 48),
-        LOCKSTEP_D8(d, 56),
-        LOCKSTEP_D8(d, 64),
-        LOCKSTEP_D8(d, 72),
-        LOCKSTEP_D8(d, 80),
-        LOCKSTEP_D8(d, 88),
-        LOCKSTEP_D8(d, 96),
-        LOCKSTEP_D8(d, 104),
-        LOCKSTEP_D8(d, 112),
-        LOCKSTEP_D8(d, 120)
+      : LOCKSTEP_D64(d, 0), LOCKSTEP_D64(d, 64)
       : "l"(a),
         "l"(b),
         "r"(static_cast<int>(accumulate)),
