@@ -6,8 +6,6 @@
 //   sparse_mla_device_test profile OUT.json   two calls at 4096 tokens, for a profiler
 // Exit code 0 only if every check passed.
 
-#include <cublas_v2.h>
-
 #include <cinttypes>
 #include <functional>
 #include <limits>
@@ -15,6 +13,7 @@
 #include <random>
 
 #include "model/ops/sparse_mla_cuda.hpp"
+#include "tests/device/cublas.hpp"
 #include "tests/device/device_support.hpp"
 
 namespace lockstep::device_test {
@@ -444,37 +443,10 @@ double cublas_rate() {
   DeviceArray<uint16_t> x(size_t(n) * n), y(size_t(n) * n), z(size_t(n) * n);
   fill(x, 1, 1);
   fill(y, 2, 1);
-  cublasHandle_t handle;
-  if (cublasCreate(&handle) != CUBLAS_STATUS_SUCCESS) {
-    std::fprintf(stderr, "cublasCreate failed\n");
-    std::exit(2);
-  }
-  const float one = 1, zero = 0;
-  bool good = true;
-  const double ms = median_ms(15, 1, [&](int) {
-    good = cublasGemmEx(handle,
-                        CUBLAS_OP_T,
-                        CUBLAS_OP_N,
-                        n,
-                        n,
-                        n,
-                        &one,
-                        x.get(),
-                        CUDA_R_16BF,
-                        n,
-                        y.get(),
-                        CUDA_R_16BF,
-                        n,
-                        &zero,
-                        z.get(),
-                        CUDA_R_16BF,
-                        n,
-                        CUBLAS_COMPUTE_32F,
-                        CUBLAS_GEMM_DEFAULT) == CUBLAS_STATUS_SUCCESS &&
-           good;
-  });
-  expect(good, "cublasGemmEx");
-  cublasDestroy(handle);
+  const Cublas cublas;
+  if (cublas.gemm == nullptr) std::exit(2);
+  const double ms =
+      median_ms(15, 1, [&](int) { cublas(true, false, n, n, n, x.get(), y.get(), z.get()); });
   return 2.0 * n * n * n / ms * 1e-9;
 }
 
