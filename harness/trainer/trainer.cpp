@@ -13,6 +13,7 @@
 #include "harness/trainer/parameters.hpp"
 #include "harness/trainer/router_load.hpp"
 #include "model/base/op_timer.hpp"
+#include "model/base/tensor_memory.hpp"
 #include "model/layers/decoder.hpp"
 #include "model/layers/unit.hpp"
 #include "model/ops/head.hpp"
@@ -138,8 +139,10 @@ struct Trainer::Impl {
                  const Documents& documents,
                  int64_t divisor,
                  model::TraceSink* trace,
+                 bool logits,
                  MeanLoss& mean,
                  TrainerResult& result);
+  static void backward(const Tensor& loss);
   TrainerResult run(std::span<const Documents> micro_batches);
   TrainStep train_step(const std::vector<Documents>& micro_batches);
   [[nodiscard]] parallel::TrainingParts parts() const {
@@ -164,6 +167,11 @@ struct Trainer::Impl {
   std::unique_ptr<parallel::Optimizer> optimizer;
 };
 
+void Trainer::Impl::backward(const Tensor& loss) {
+  const MemoryScope memory(MemoryKind::kActivations);
+  loss.backward();
+}
+
 template <typename PickTensor>
 std::map<std::string, Tensor> Trainer::Impl::whole(bool trainable_only, PickTensor&& pick) const {
   std::map<std::string, Tensor> result;
@@ -181,8 +189,10 @@ Tensor Trainer::Impl::forward(const parallel::ParallelPlan& plan,
                               const Documents& documents,
                               int64_t divisor,
                               model::TraceSink* trace,
+                              bool logits,
                               MeanLoss& mean,
                               TrainerResult& result) {
+  const MemoryScope memory(MemoryKind::kActivations);
   const parallel::TokenPlan& tokens = plan.tokens();
   const int64_t count = tokens.end - tokens.begin;
   const model::LayerContext ctx{.config = config,
@@ -203,7 +213,7 @@ Tensor Trainer::Impl::forward(const parallel::ParallelPlan& plan,
   const auto head = [&](const model::LayerContext& inner, const Tensor& streams) {
     const Tensor h = model::finish(inner, streams);
     const Weight lm_head = inner.weight("lm_head.weight");
-    if (options.logits) {
+    if (logits) {
       const OpScope time("logits");
       result.local_logits =
           model::head_logits(h.detach(), lm_head.value.detach(), options.numerics);
@@ -246,12 +256,13 @@ TrainerResult Trainer::Impl::run(std::span<const Documents> micro_batches) {
                                 documents,
                                 result.num_targets,
                                 options.trace.empty() ? nullptr : &trace,
+                                options.logits,
                                 mean,
                                 result);
     result.forward_s += seconds_since(start);
     if (options.grads) {
       start = std::chrono::steady_clock::now();
-      loss.backward();
+      backward(loss);
       result.backward_s += seconds_since(start);
     }
 
@@ -310,10 +321,10 @@ TrainStep Trainer::Impl::train_step(const std::vector<Documents>& micro_batches)
     TrainerResult part;
     auto start = std::chrono::steady_clock::now();
     const Tensor loss =
-        forward(plan, documents, step.num_targets, balances ? &load : nullptr, mean, part);
+        forward(plan, documents, step.num_targets, balances ? &load : nullptr, false, mean, part);
     step.forward_s += seconds_since(start);
     start = std::chrono::steady_clock::now();
-    loss.backward();
+    backward(loss);
     step.backward_s += seconds_since(start);
   }
   step.loss = mean.value();

@@ -89,14 +89,18 @@ class Watched final : public c10::Allocator {
 
 std::string_view to_string(MemoryKind kind) {
   switch (kind) {
-    case MemoryKind::kParameters:
-      return "parameters";
+    case MemoryKind::kWeights:
+      return "weights";
+    case MemoryKind::kMasters:
+      return "masters";
     case MemoryKind::kGathered:
       return "gathered";
+    case MemoryKind::kGatheredExperts:
+      return "gathered experts";
     case MemoryKind::kGradients:
       return "gradients";
-    case MemoryKind::kOptimizer:
-      return "optimizer";
+    case MemoryKind::kMoments:
+      return "moments";
     case MemoryKind::kActivations:
       return "activations";
     case MemoryKind::kExchange:

@@ -11,15 +11,27 @@ namespace lockstep {
 
 /// What tensor memory is for. An allocation belongs to the scope it was made in, until it is freed.
 enum class MemoryKind : uint8_t {
-  kOther,        ///< outside of any scope
-  kParameters,   ///< this rank's shards
-  kGathered,     ///< whole parameters of the units at work
-  kGradients,    ///< this rank's shards of gradients
-  kOptimizer,    ///< moments
-  kActivations,  ///< of units: kept for backward, or made and freed inside
-  kExchange,     ///< buffers of collectives
+  kOther,            ///< outside of any scope
+  kWeights,          ///< this rank's shards in the dtype they are computed with
+  kMasters,          ///< this rank's shards as the optimizer keeps them
+  kGathered,         ///< whole parameters of the units at work, arriving ones too
+  kGatheredExperts,  ///< the same of experts
+  kGradients,        ///< this rank's shards of gradients
+  kMoments,          ///< of the optimizer
+  kActivations,      ///< of units: kept for backward, or made and freed inside
+  kExchange,         ///< buffers of collectives
 };
-inline constexpr size_t kNumMemoryKinds = 7;
+inline constexpr size_t kNumMemoryKinds = 9;
+inline constexpr std::array<MemoryKind, kNumMemoryKinds> kMemoryKinds = {
+    MemoryKind::kOther,
+    MemoryKind::kWeights,
+    MemoryKind::kMasters,
+    MemoryKind::kGathered,
+    MemoryKind::kGatheredExperts,
+    MemoryKind::kGradients,
+    MemoryKind::kMoments,
+    MemoryKind::kActivations,
+    MemoryKind::kExchange};
 std::string_view to_string(MemoryKind kind);
 
 /// Allocations of this thread are of this kind while it lives; scopes nest.
@@ -37,6 +49,8 @@ class MemoryScope {
 using MemoryBytes = std::array<int64_t, kNumMemoryKinds>;
 
 struct MemoryUse {
+  [[nodiscard]] int64_t peak_of(MemoryKind kind) const { return peak[static_cast<size_t>(kind)]; }
+
   MemoryBytes now{};      ///< alive
   MemoryBytes peak{};     ///< of each kind by itself
   MemoryBytes at_peak{};  ///< of each kind when the sum was largest

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "model/base/tensor_memory.hpp"
 #include "parallel/comm/group_impl.hpp"
 #include "parallel/comm/mpi_transport.hpp"
 
@@ -142,8 +143,10 @@ Tensor scatter_sum(const Call& call, const Tensor& global, const Rows& rows) {
   const GroupImpl& g = call.g;
   const int64_t mine = rows.count[static_cast<size_t>(g.rank)];
   const Rows in(std::vector<int64_t>(static_cast<size_t>(g.size), mine));
-  const Tensor parts =
-      global.numel() > 0 ? exchange(call, global, rows, in) : with_rows(global, in.total);
+  const Tensor parts = [&] {
+    const MemoryScope memory(MemoryKind::kExchange);
+    return global.numel() > 0 ? exchange(call, global, rows, in) : with_rows(global, in.total);
+  }();
   Tensor sum = parts.narrow(0, 0, mine).to(sum_dtype(global), false, true);
   for (int64_t r = 1; r < g.size; ++r) sum.add_(parts.narrow(0, r * mine, mine));
   return sum.to(global.scalar_type());
@@ -191,6 +194,7 @@ void Group::all_reduce_sum(Tensor& tensor, std::string_view what) const {
   if (g.size == 1) return;
   check_tensor(tensor, g, what);
   const at::NoGradGuard no_grad;
+  const MemoryScope memory(MemoryKind::kExchange);
   const int64_t numel = tensor.numel(), element = tensor.element_size();
   // Each rank sums one slice over the ranks in ascending order, then all gather the slices: the
   // same bytes everywhere.

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "model/base/stash.hpp"
+#include "model/base/tensor_memory.hpp"
 
 namespace lockstep::parallel {
 namespace {
@@ -53,12 +54,21 @@ class Travel : public torch::autograd::Function<Travel> {
 
  private:
   static Tensor move(const Tensor& rows, const Route& route, bool there, std::string_view what) {
+    const auto buffer = [](auto&& make) {
+      const MemoryScope memory(MemoryKind::kExchange);
+      return make();
+    };
     if (there) {
-      return route.group.all_to_all_rows(rows.contiguous(), route.send, route.receive, what)
+      return buffer([&] {
+               return route.group.all_to_all_rows(
+                   rows.contiguous(), route.send, route.receive, what);
+             })
           .index_select(0, route.order);
     }
-    return route.group.all_to_all_rows(
-        rows.index_select(0, route.inverse), route.receive, route.send, what);
+    return route.group.all_to_all_rows(buffer([&] { return rows.index_select(0, route.inverse); }),
+                                       route.receive,
+                                       route.send,
+                                       what);
   }
 };
 

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "model/base/exact_sum.hpp"
+#include "model/base/tensor_memory.hpp"
 
 namespace lockstep::parallel {
 namespace {
@@ -24,6 +25,10 @@ void set_storage(const Tensor& tensor, bool filled) {
   storage->set_nbytes(bytes);
 }
 
+MemoryKind gathered_kind(const ParamSpec& spec) {
+  return spec.expert ? MemoryKind::kGatheredExperts : MemoryKind::kGathered;
+}
+
 }  // namespace
 
 ShardedParameters::ShardedParameters(std::vector<ParamSpec> specs,
@@ -40,10 +45,13 @@ ShardedParameters::ShardedParameters(std::vector<ParamSpec> specs,
     shard.begin = mine[rank];
     shard.end = mine[rank + 1];
     const at::ScalarType kept = options_.masters && s.trainable ? options_.wide : s.compute_dtype;
-    // Always a copy: a view of the checkpoint's mapping would change with the file.
-    shard.value = s.load_rows(shard.begin, shard.end)
-                      .to(at::kCPU, kept, /*non_blocking=*/false, /*copy=*/true)
-                      .contiguous();
+    const Tensor rows = s.load_rows(shard.begin, shard.end);
+    {
+      // Always a copy: a view of the checkpoint's mapping would change with the file.
+      const MemoryScope memory(options_.masters && s.trainable ? MemoryKind::kMasters
+                                                               : MemoryKind::kWeights);
+      shard.value = rows.to(at::kCPU, kept, /*non_blocking=*/false, /*copy=*/true).contiguous();
+    }
     shard.spec.load_rows = nullptr;
 
     const size_t i = shards_.size();
@@ -106,6 +114,7 @@ bool ShardedParameters::wants_grad(const std::string& name) const {
 void ShardedParameters::start(Bucket& bucket) {
   if (bucket.pending || bucket.group->size() == 1) return;
   const at::NoGradGuard no_grad;
+  const MemoryScope memory(MemoryKind::kExchange);
   const Tensor mine = at::empty({bucket.elements[static_cast<size_t>(bucket.group->rank())]},
                                 at::TensorOptions(bucket.dtype));
   int64_t at = 0;
@@ -115,12 +124,14 @@ void ShardedParameters::start(Bucket& bucket) {
     at += value.numel();
   }
   const ParamSpec& first = shards_[bucket.params[0]].spec;
+  const MemoryScope arriving(gathered_kind(first));
   bucket.pending = bucket.group->all_gather_rows_start(
       mine, bucket.elements, fmt::format("parameters of unit {} ({} ...)", first.unit, first.name));
 }
 
 void ShardedParameters::finish(Bucket& bucket) {
   const at::NoGradGuard no_grad;
+  const MemoryScope memory(gathered_kind(shards_[bucket.params[0]].spec));
   if (bucket.group->size() == 1) {
     for (const size_t i : bucket.params) {
       if (gathered_[i].is_same(shards_[i].value)) continue;
@@ -184,6 +195,7 @@ void ShardedParameters::leave(int64_t unit, model::Pass pass) {
 void ShardedParameters::reduce(const Bucket& bucket,
                                const std::map<size_t, model::NamedGrad>& grads) {
   const at::NoGradGuard no_grad;
+  const MemoryScope memory(MemoryKind::kExchange);
   const int64_t size = bucket.group->size();
   const int64_t parts = options_.exact ? 2 : 1;  // of every element: high and low, or the gradient
   // By rank, then by parameter, like the gathered values; then by part.
@@ -236,6 +248,7 @@ void ShardedParameters::reduce(const Bucket& bucket,
 
 /// part: the flat gradient of the shard, or both parts of it one after the other.
 void ShardedParameters::add_to_shard(Shard& shard, const Tensor& part) const {
+  const MemoryScope memory(MemoryKind::kGradients);
   if (!options_.exact) {
     const Tensor grad = part.view(shard.value.sizes());
     if (shard.grad.defined()) {
