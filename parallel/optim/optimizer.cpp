@@ -5,6 +5,9 @@
 #include <cmath>
 #include <limits>
 
+#include "model/base/tensor_memory.hpp"
+#include "parallel/optim/update.hpp"
+
 namespace lockstep::parallel {
 namespace {
 
@@ -42,12 +45,29 @@ constexpr int64_t kAllZero = INT16_MIN, kNotFinite = INT16_MAX;
 /// the largest is that of several tensors.
 int64_t exponent_of(const Tensor& grad) {
   if (grad.numel() == 0) return kAllZero;
-  const auto largest = grad.abs().max().item<double>();
+  const auto [low, high] = at::aminmax(grad);
+  const double largest = std::max(-low.item<double>(), high.item<double>());
   if (!std::isfinite(largest)) return kNotFinite;
   return largest == 0 ? kAllZero : std::ilogb(largest) + 1;
 }
 
-double square_sum(const Tensor& grad) { return grad.to(at::kDouble).square().sum().item<double>(); }
+/// Calls f(T*) with a null pointer of the masters' type.
+template <typename F>
+auto with_type(const Tensor& value, F&& f) {
+  LOCKSTEP_CHECK(value.scalar_type() == at::kFloat || value.scalar_type() == at::kDouble,
+                 kInternal,
+                 "optimizer: masters must be float32 or float64, got {}",
+                 describe(value));
+  return value.scalar_type() == at::kDouble ? f(static_cast<double*>(nullptr))
+                                            : f(static_cast<float*>(nullptr));
+}
+
+double square_sum(const Tensor& grad) {
+  const Tensor dense = grad.contiguous();
+  return with_type(dense, [&]<typename T>(T*) {
+    return sum_of_squares(dense.numel(), static_cast<const T*>(dense.const_data_ptr()));
+  });
+}
 
 }  // namespace
 
@@ -63,6 +83,7 @@ Optimizer::Optimizer(ShardedParameters& params, const Mesh& mesh, OptimizerOptio
                  options.clip_norm,
                  options.eps,
                  options.weight_decay);
+  const MemoryScope memory(MemoryKind::kMoments);
   for (const Shard& shard : params_.shards()) {
     if (!shard.spec.trainable) continue;
     auto& state = state_[shard.spec.name];
@@ -124,6 +145,32 @@ double Optimizer::grad_norm() const {
   return std::sqrt(sum.item<double>());
 }
 
+/// Moves one shard. Returns how many elements stayed the same.
+int64_t Optimizer::update(Shard& shard, double clip_factor) {
+  const Tensor grad =
+      shard.grad.defined() ? shard.grad.to(shard.value.scalar_type()).contiguous() : Tensor();
+  const double shrink = 1 - options_.lr * options_.weight_decay;
+  const auto steps = static_cast<double>(num_steps_);
+  return with_type(shard.value, [&]<typename T>(T*) {
+    const int64_t count = shard.value.numel();
+    const auto* g = grad.defined() ? static_cast<const T*>(grad.const_data_ptr()) : nullptr;
+    auto* value = static_cast<T*>(shard.value.mutable_data_ptr());
+    if (options_.kind == OptimizerKind::kSgd)
+      return sgd_step(shrink, -options_.lr * clip_factor, count, g, value);
+    const auto moment = [&](const char* name) {
+      return static_cast<T*>(state_.at(shard.spec.name).at(name).mutable_data_ptr());
+    };
+    const AdamWStep step{.beta1 = options_.beta1,
+                         .beta2 = options_.beta2,
+                         .eps = options_.eps,
+                         .clip = clip_factor,
+                         .shrink = shrink,
+                         .scale = -options_.lr / (1 - std::pow(options_.beta1, steps)),
+                         .correct2 = 1 - std::pow(options_.beta2, steps)};
+    return adamw_step(step, count, g, value, moment("exp_avg"), moment("exp_avg_sq"));
+  });
+}
+
 OptimizerStep Optimizer::step() {
   const at::NoGradGuard no_grad;
   OptimizerStep result;
@@ -145,32 +192,13 @@ OptimizerStep Optimizer::step() {
   if (options_.clip_norm > 0 && result.grad_norm > options_.clip_norm)
     result.clip_factor = options_.clip_norm / result.grad_norm;
   ++num_steps_;
-  const auto t = static_cast<double>(num_steps_);
-  const double correct1 = 1 - std::pow(options_.beta1, t),
-               correct2 = 1 - std::pow(options_.beta2, t);
-
   int64_t num_parameters = 0, num_unchanged = 0;
   for (Shard& shard : params_.shards()) {
     if (!shard.spec.trainable) continue;
-    const Tensor grad = shard.grad.defined() ? shard.grad.to(at::kDouble).mul(result.clip_factor)
-                                             : at::zeros(shard.value.sizes(), at::kDouble);
-    Tensor value = shard.value.to(at::kDouble);
-    value.mul_(1 - options_.lr * options_.weight_decay);
-    if (options_.kind == OptimizerKind::kAdamW) {
-      auto& state = state_.at(shard.spec.name);
-      Tensor &m = state.at("exp_avg"), &v = state.at("exp_avg_sq");
-      m.copy_(m.to(at::kDouble).mul(options_.beta1).add(grad, 1 - options_.beta1));
-      v.copy_(v.to(at::kDouble).mul(options_.beta2).add(grad.square(), 1 - options_.beta2));
-      const Tensor denominator = v.to(at::kDouble).div(correct2).sqrt().add(options_.eps);
-      value.addcdiv_(m.to(at::kDouble), denominator, -options_.lr / correct1);
-    } else {
-      value.add_(grad, -options_.lr);
-    }
-    const Tensor before = shard.value.clone();
-    shard.value.copy_(value);
+    const int64_t unchanged = update(shard, result.clip_factor);
     if (counted_here(shard, mesh_)) {
       num_parameters += shard.value.numel();
-      num_unchanged += shard.value.eq(before).sum().item<int64_t>();
+      num_unchanged += unchanged;
     }
   }
   Tensor counts = at::tensor({num_parameters, num_unchanged}, at::kLong);

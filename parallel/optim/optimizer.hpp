@@ -57,6 +57,7 @@ class Optimizer {
 
  private:
   [[nodiscard]] double exact_grad_norm() const;
+  int64_t update(Shard& shard, double clip_factor);
 
   ShardedParameters& params_;
   const Mesh& mesh_;
