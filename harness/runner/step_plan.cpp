@@ -74,8 +74,7 @@ Rank plan_rank(const StepPlanInput& in, int64_t rank) {
                                 .routes = {}};
   Rank result;
   result.place = parallel::coordinates(in.topology, rank);
-  const parallel::TokenPlan tokens =
-      parallel::plan_tokens(in.topology, result.place, in.batch, in.cp_cuts);
+  const parallel::TokenPlan tokens = step.tokens(rank);
   result.first_token = tokens.begin;
   result.tokens = tokens.end - tokens.begin;
   result.held = parallel::footprint(in.config, in.num, in.topology, rank);

@@ -37,8 +37,8 @@ class Step {
   Step(const StepPlan& plan, int64_t rank)
       : plan_(plan), c_(plan.config), rank_(rank), place_(coordinates(plan.topology, rank)) {
     for (const int64_t member : members(plan.topology, Circle::kEp, rank))
-      ep_tokens_.push_back(tokens_of(member));
-    tokens_ = tokens_of(rank);
+      ep_tokens_.push_back(plan.tokens(member));
+    tokens_ = plan.tokens(rank);
     act_ = static_cast<int64_t>(c10::elementSize(plan.num.act()));
     acc_ = static_cast<int64_t>(c10::elementSize(plan.num.acc()));
     forwards_ = plan.recompute ? 2 : 1;
@@ -55,8 +55,11 @@ class Step {
       sum(Circle::kShard, what, count, 8);
       sum(Circle::kTp, what, count, 8);
     };
-    sum(Circle::kTokens, "loss", 1, 8);
-    optimizer(1, "gradient norm");
+    // Exact sums have two parts, the exact norm three and an exponent that all agree on.
+    const bool exact = plan_.num.invariant();
+    sum(Circle::kTokens, "loss", exact ? 2 : 1, 8);
+    if (exact) tell(Circle::kAll, "gradient norm", 1);
+    optimizer(exact ? 3 : 1, "gradient norm");
     optimizer(2, "optimizer counts");
     if (plan_.balance)
       sum(Circle::kTokens, "router load", c_.num_hidden_layers * c_.n_routed_experts, 8);
@@ -72,10 +75,6 @@ class Step {
     const std::vector<int64_t> ranks = members(plan_.topology, circle, rank_);
     return {static_cast<int64_t>(ranks.size()),
             static_cast<size_t>(std::find(ranks.begin(), ranks.end(), rank_) - ranks.begin())};
-  }
-  [[nodiscard]] TokenPlan tokens_of(int64_t rank) const {
-    return plan_tokens(
-        plan_.topology, coordinates(plan_.topology, rank), plan_.batch, plan_.cp_cuts);
   }
   [[nodiscard]] int64_t num_tokens() const { return tokens_.end - tokens_.begin; }
 
@@ -127,7 +126,8 @@ class Step {
   }
 
   void parameters() {
-    const auto wide = static_cast<int64_t>(c10::elementSize(plan_.num.acc()));
+    // Of an element of a gradient, or of either part of its exact sum.
+    const int64_t wide = plan_.num.invariant() ? 8 : acc_;
     const int64_t head = model::head_unit(c_.num_hidden_layers);
     // Parameters that travel together, by unit, group and dtype; of each rank's rows, elements.
     struct Bucket {
@@ -160,8 +160,9 @@ class Step {
              static_cast<int64_t>(c10::elementSize(dtype)),
              unit == head ? 1 : 2);
       if (bucket.trained.empty()) continue;
-      reduce_scatter(circle, "gradients", bucket.trained, wide);
-      sum(Circle::kDp, "gradients", bucket.trained[in(circle).own], wide);
+      const Counts parts = scaled(bucket.trained, plan_.num.invariant() ? 2 : 1);
+      reduce_scatter(circle, "gradients", parts, wide);
+      sum(Circle::kDp, "gradients", parts[in(circle).own], wide);
     }
   }
 
@@ -206,7 +207,9 @@ class Step {
     }
     enter("activation gradients", c_.q_lora_rank, act_);
     enter("activation gradients", c_.kv_lora_rank, act_);
-    gather_rows("latents", rows, c_.kv_lora_rank * act_);
+    gather(Circle::kCp, "latents", rows, c_.kv_lora_rank * act_, forwards_);
+    reduce_scatter(
+        Circle::kCp, "latents", rows, c_.kv_lora_rank * (plan_.num.invariant() ? 16 : act_));
     const Counts heads = sizes_of(even_cuts(c_.num_attention_heads, plan_.topology.tp));
     project_out(scaled(heads, c_.v_head_dim));
   }
@@ -234,7 +237,7 @@ class Step {
     const int64_t row_bytes = c_.hidden_size * act_;
     // Rows of each source of this ep group for each expert.
     std::vector<std::vector<double>> rows;
-    for (const TokenPlan& tokens : ep_tokens_) rows.push_back(rows_of(layer, tokens));
+    for (const TokenPlan& tokens : ep_tokens_) rows.push_back(expert_rows(plan_, layer, tokens));
     const auto between = [&](size_t from, int64_t first, int64_t last) {
       double count = 0;
       for (int64_t e = first; e < last; ++e) count += rows[from][static_cast<size_t>(e)];
@@ -252,6 +255,8 @@ class Step {
           8 * (c_.n_routed_experts - experts[own]),
           8 * experts[own] * (plan_.topology.ep - 1),
           forwards_);
+      // Of each row its block of tokens, where sums are exact and a graph is kept.
+      if (plan_.num.invariant()) add(Circle::kEp, "row blocks", 8 * sent, 8 * received, 1);
       // There and back again; their gradients, the other way.
       add(Circle::kEp, "rows", sent * row_bytes, received * row_bytes, forwards_ + 1);
       add(Circle::kEp, "rows", received * row_bytes, sent * row_bytes, forwards_ + 1);
@@ -266,22 +271,6 @@ class Step {
     }
     tell(Circle::kTp, "activations", forwards_);
     gather(Circle::kTp, "activations", share, row_bytes, forwards_);
-  }
-
-  [[nodiscard]] std::vector<double> rows_of(int64_t layer, const TokenPlan& tokens) const {
-    const auto num = static_cast<size_t>(c_.n_routed_experts);
-    const int64_t count = tokens.end - tokens.begin;
-    const auto found = plan_.routes.find(layer);
-    if (found == plan_.routes.end()) {
-      const double even = static_cast<double>(count * c_.num_experts_per_tok) /
-                          static_cast<double>(c_.n_routed_experts);
-      return std::vector<double>(num, even);
-    }
-    const Tensor mine = found->second.narrow(0, tokens.begin, count).contiguous();
-    std::vector<double> rows(num, 0);
-    for (int64_t i = 0; i < mine.numel(); ++i)
-      rows[static_cast<size_t>(mine.const_data_ptr<int64_t>()[i])] += 1;
-    return rows;
   }
 
   // What the seams do.
@@ -328,6 +317,23 @@ class Step {
 };
 
 }  // namespace
+
+std::vector<double> expert_rows(const StepPlan& plan, int64_t layer, const TokenPlan& tokens) {
+  const model::ModelConfig& c = plan.config;
+  const auto num = static_cast<size_t>(c.n_routed_experts);
+  const int64_t count = tokens.end - tokens.begin;
+  const auto found = plan.routes.find(layer);
+  if (found == plan.routes.end()) {
+    const double even = static_cast<double>(count * c.num_experts_per_tok) /
+                        static_cast<double>(c.n_routed_experts);
+    return std::vector<double>(num, even);
+  }
+  const Tensor mine = found->second.narrow(0, tokens.begin, count).contiguous();
+  std::vector<double> rows(num, 0);
+  for (int64_t i = 0; i < mine.numel(); ++i)
+    rows[static_cast<size_t>(mine.const_data_ptr<int64_t>()[i])] += 1;
+  return rows;
+}
 
 std::vector<Traffic> step_traffic(const StepPlan& plan, int64_t rank) {
   model::validate(plan.topology);

@@ -10,6 +10,7 @@
 #include "model/config/model_config.hpp"
 #include "model/config/numerics.hpp"
 #include "parallel/mesh/layout.hpp"
+#include "parallel/plan/token_plan.hpp"
 
 namespace lockstep::parallel {
 
@@ -31,7 +32,15 @@ struct StepPlan {
   /// By layer, the experts [T, k] int64 of every token of the batch. Without them every expert gets
   /// the same number of rows, so the bytes of ep are those of an even load.
   std::map<int64_t, Tensor> routes;
+
+  /// What the rank at `rank` holds.
+  [[nodiscard]] TokenPlan tokens(int64_t rank) const {
+    return plan_tokens(topology, coordinates(topology, rank), batch, cp_cuts, num.invariant());
+  }
 };
+
+/// Rows that these tokens send to each expert of a layer.
+std::vector<double> expert_rows(const StepPlan& plan, int64_t layer, const TokenPlan& tokens);
 
 /// One micro-batch, forward and backward, and the optimizer's step, of the rank at `rank`. Circles
 /// of one rank move nothing and are left out. With `routes`, figures equal those of the ledger.
