@@ -1,0 +1,293 @@
+#include "parallel/plan/step_memory.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <numeric>
+#include <tuple>
+
+#include "model/layers/layer_memory.hpp"
+#include "parallel/plan/placement.hpp"
+
+namespace lockstep::parallel {
+namespace {
+
+int64_t product(const std::vector<int64_t>& shape, size_t from) {
+  int64_t count = 1;
+  for (size_t d = from; d < shape.size(); ++d) count *= shape[d];
+  return count;
+}
+
+int64_t size_of(at::ScalarType dtype) { return static_cast<int64_t>(c10::elementSize(dtype)); }
+
+/// Bytes alive by kind while a step is walked through.
+class Timeline {
+ public:
+  void add(MemoryKind kind, int64_t bytes) {
+    const auto k = static_cast<size_t>(kind);
+    use_.now[k] += bytes;
+    use_.peak[k] = std::max(use_.peak[k], use_.now[k]);
+    const int64_t total = std::accumulate(use_.now.begin(), use_.now.end(), int64_t{0});
+    if (total <= use_.peak_total) return;
+    use_.peak_total = total;
+    use_.at_peak = use_.now;
+  }
+  /// There and gone.
+  void touch(MemoryKind kind, int64_t bytes) {
+    add(kind, bytes);
+    add(kind, -bytes);
+  }
+  [[nodiscard]] const MemoryUse& use() const { return use_; }
+
+ private:
+  MemoryUse use_;
+};
+
+/// Parameters of a unit that travel together; elements, but for `shares` and `kept_dtype`.
+struct Bucket {
+  int64_t members = 1;       ///< ranks of the group
+  int64_t own = 0, all = 0;  ///< of this rank, of all
+  int64_t casting = 0;       ///< most while parameters are cast one after another
+  int64_t own_trained = 0, all_trained = 0;
+  int64_t width = 0;  ///< bytes of an element as it is computed with
+  bool expert = false;
+  bool copies = true;  ///< false: computed with where it is kept
+  [[nodiscard]] MemoryKind kind() const {
+    return expert ? MemoryKind::kGatheredExperts : MemoryKind::kGathered;
+  }
+};
+
+class Step {
+ public:
+  Step(const StepPlan& plan, OptimizerKind optimizer, int64_t rank)
+      : plan_(plan),
+        c_(plan.config),
+        rank_(rank),
+        head_(model::head_unit(plan.config.num_hidden_layers)),
+        wide_(size_of(plan.num.acc())),
+        sent_(plan.num.invariant() ? 16 : wide_),
+        dp_(static_cast<int64_t>(members(plan.topology, Circle::kDp, rank).size())) {
+    place_parameters(optimizer);
+    measure_units();
+  }
+
+  MemoryUse run() {
+    pass(model::kStemUnit, false);
+    for (int64_t layer = 0; layer < c_.num_hidden_layers; ++layer) pass(layer, plan_.recompute);
+    pass(head_, false);
+    for (int64_t unit = head_; unit >= model::kStemUnit; --unit)
+      back(unit, plan_.recompute && unit >= 0 && unit < head_);
+    time_.add(MemoryKind::kActivations, -after_);
+    return time_.use();
+  }
+
+ private:
+  void place_parameters(OptimizerKind optimizer) {
+    for (const ParamSpec& spec :
+         parameter_specs(c_, plan_.num, plan_.topology, coordinates(plan_.topology, rank_))) {
+      const std::vector<int64_t> ranks =
+          members(plan_.topology, spec.expert ? Circle::kExpertShard : Circle::kShard, rank_);
+      const auto size = static_cast<int64_t>(ranks.size());
+      const auto at =
+          static_cast<size_t>(std::find(ranks.begin(), ranks.end(), rank_) - ranks.begin());
+      const std::vector<int64_t> cuts = even_cuts(spec.shape[0], size);
+      const int64_t row = product(spec.shape, 1), own = (cuts[at + 1] - cuts[at]) * row,
+                    all = spec.shape[0] * row;
+      const at::ScalarType kept = spec.trainable ? plan_.num.acc() : spec.compute_dtype;
+      if (spec.trainable) {
+        time_.add(MemoryKind::kMasters, own * wide_);
+        time_.add(MemoryKind::kMoments,
+                  own * wide_ * static_cast<int64_t>(Optimizer::state_names(optimizer).size()));
+      } else {
+        time_.add(MemoryKind::kWeights, own * size_of(kept));
+      }
+      const auto join = [&](int64_t unit) {
+        const bool copies = size > 1 || kept != spec.compute_dtype;
+        Bucket& b = units_[unit][{spec.expert, spec.compute_dtype, copies}];
+        b.members = size;
+        b.own += own;
+        b.all += all;
+        b.casting = std::max(b.casting, b.all + all);
+        b.width = size_of(spec.compute_dtype);
+        b.expert = spec.expert;
+        b.copies = copies;
+        if (!spec.trainable) return;
+        b.own_trained += own;
+        b.all_trained += all;
+      };
+      join(spec.unit);
+      if (!spec.alias.empty()) join(head_);
+    }
+  }
+
+  void measure_units() {
+    const Coordinates place = coordinates(plan_.topology, rank_);
+    const TokenPlan tokens = plan_.tokens(rank_);
+    const model::Topology& t = plan_.topology;
+    const auto part = [&](int64_t count) {
+      const std::vector<int64_t> cuts = even_cuts(count, t.tp);
+      const auto at = static_cast<size_t>(place.tp);
+      return cuts[at + 1] - cuts[at];
+    };
+    model::PassSizes s;
+    s.tokens = tokens.end - tokens.begin;
+    s.row_tokens = tokens.cuts.back();
+    s.cu = tokens.packing.local_cu_seqlens();
+    s.cut_sequence = t.cp > 1;
+    s.maps = t.cp > 1 && !plan_.num.is<model::Switch::kCpKdaState>("handover") ? t.cp : int64_t{0};
+    s.exchanges = t.ep > 1;
+    s.split = t.tp > 1;
+    s.splits_sums = plan_.num.is<model::Switch::kTpPartialSums>("tp");
+    s.kda_heads = part(c_.linear_num_heads);
+    s.mla_heads = part(c_.num_attention_heads);
+    s.dense_inner = part(c_.intermediate_size);
+    s.shared_inner = part(c_.shared_width());
+    s.expert_inner = s.splits_sums ? part(c_.moe_intermediate_size) : c_.moe_intermediate_size;
+    const std::vector<int64_t> cuts = expert_cuts(c_, t);
+    const auto ep = static_cast<size_t>(place.ep);
+    const int64_t here = cuts[ep + 1] - cuts[ep];
+    s.num_experts = s.splits_sums ? here : part(here);
+
+    memory_[model::kStemUnit] = model::stem_memory(c_, plan_.num, s);
+    memory_[head_] = model::head_memory(c_, plan_.num, s);
+    for (int64_t layer = 0; layer < c_.num_hidden_layers; ++layer) {
+      const auto [rows, own_rows] = rows_here(layer, cuts[ep], cuts[ep + 1], s, place.tp);
+      memory_[layer] = model::layer_memory(c_, plan_.num, s, layer, rows, own_rows);
+      if (t.ep > 1 && c_.mlps[static_cast<size_t>(layer)] == model::MlpKind::kMoe)
+        exchange_[layer] = std::max(rows, s.tokens * c_.num_experts_per_tok) * c_.hidden_size *
+                           size_of(plan_.num.act());
+    }
+  }
+
+  /// Rows of all tokens for the experts of this ep rank, and of those this tp rank's.
+  [[nodiscard]] std::pair<int64_t, int64_t> rows_here(
+      int64_t layer, int64_t first, int64_t last, const model::PassSizes& s, int64_t tp) const {
+    double rows = 0, own = 0;
+    const std::vector<int64_t> share =
+        even_cuts(last - first, s.splits_sums ? 1 : plan_.topology.tp);
+    const auto at = s.splits_sums ? size_t{0} : static_cast<size_t>(tp);
+    for (const int64_t member : members(plan_.topology, Circle::kEp, rank_)) {
+      const std::vector<double> all = expert_rows(plan_, layer, plan_.tokens(member));
+      for (int64_t e = first; e < last; ++e) {
+        const double count = all[static_cast<size_t>(e)];
+        rows += count;
+        if (e - first >= share[at] && e - first < share[at + 1]) own += count;
+      }
+    }
+    return {std::llround(rows), std::llround(own)};
+  }
+
+  void start(Bucket& b) {
+    if (b.members == 1 || pending_.contains(&b)) return;
+    time_.add(MemoryKind::kExchange, b.own * b.width);
+    time_.add(b.kind(), b.all * b.width);
+    pending_.emplace(&b, true);
+  }
+  void finish(Bucket& b) {
+    if (b.members == 1) {
+      if (!b.copies) return;
+      time_.touch(b.kind(), b.casting * b.width);
+      time_.add(b.kind(), b.all * b.width);
+      return;
+    }
+    time_.add(MemoryKind::kExchange, -b.own * b.width);
+    time_.add(b.kind(), b.all * b.width);
+    time_.add(b.kind(), -b.all * b.width);
+    pending_.erase(&b);
+  }
+  void enter(int64_t unit, bool forward) {
+    if (forward || unit != head_) {
+      for (auto& [key, b] : units_[unit]) start(b);
+      for (auto& [key, b] : units_[unit]) finish(b);
+    }
+    const auto next = units_.find(forward ? unit + 1 : unit - 1);
+    if (next == units_.end()) return;
+    for (auto& [key, b] : next->second) start(b);
+  }
+  void leave(int64_t unit) {
+    for (const auto& [key, b] : units_[unit])
+      if (b.copies) time_.add(b.kind(), -b.all * b.width);
+  }
+
+  /// Gradients of a unit onto the shards.
+  void reduce(int64_t unit) {
+    for (const auto& [key, b] : units_[unit]) {
+      if (b.all_trained == 0) continue;
+      const int64_t all = b.all_trained * sent_, own = b.own_trained * sent_;
+      int64_t held = all;
+      time_.add(MemoryKind::kExchange, all);
+      if (b.members > 1) {
+        time_.add(MemoryKind::kExchange, own * b.members);
+        time_.add(MemoryKind::kExchange, own);
+        time_.add(MemoryKind::kExchange, -own * b.members);
+        held += own;
+      }
+      // This rank's slice of all replicas and its sum; that and the sums of all.
+      if (dp_ > 1) time_.touch(MemoryKind::kExchange, own + own / dp_);
+      time_.add(MemoryKind::kGradients,
+                b.own_trained * (wide_ + (plan_.num.invariant() ? sent_ : 0)));
+      time_.add(MemoryKind::kExchange, -held);
+    }
+  }
+
+  void exchange(int64_t unit) {
+    const auto found = exchange_.find(unit);
+    if (found != exchange_.end()) time_.touch(MemoryKind::kExchange, found->second);
+  }
+
+  void pass(int64_t unit, bool recompute) {
+    const model::UnitMemory& m = memory_.at(unit);
+    enter(unit, true);
+    exchange(unit);
+    time_.touch(MemoryKind::kActivations, recompute ? m.forward_only : m.forward);
+    time_.add(MemoryKind::kActivations, recompute ? m.output : m.kept);
+    time_.add(MemoryKind::kActivations, m.kept_after);
+    after_ += m.kept_after;
+    if (unit != head_) leave(unit);
+  }
+
+  void back(int64_t unit, bool recompute) {
+    const model::UnitMemory& m = memory_.at(unit);
+    enter(unit, false);
+    exchange(unit);
+    if (recompute) {
+      time_.touch(MemoryKind::kActivations, m.forward);
+      time_.add(MemoryKind::kActivations, m.kept + m.kept_after);
+      after_ += m.kept_after;
+    }
+    time_.touch(MemoryKind::kActivations, m.backward - m.kept);
+    // What was kept goes; the gradients stay while those of parameters are reduced, and so do the
+    // one that came in and the input that was recomputed from.
+    int64_t freed = m.kept;
+    if (unit == head_ && plan_.recompute && unit > 0) freed += memory_.at(unit - 1).output;
+    time_.add(MemoryKind::kActivations, m.gradients + m.input_gradient - freed);
+    reduce(unit);
+    freed = m.gradients + gradient_in_;
+    if (recompute && unit > 0) freed += memory_.at(unit - 1).output;
+    time_.add(MemoryKind::kActivations, -freed);
+    gradient_in_ = m.input_gradient;
+    leave(unit);
+  }
+
+  const StepPlan& plan_;
+  const model::ModelConfig& c_;
+  int64_t rank_, head_;
+  int64_t wide_, sent_;  ///< bytes of an element of a gradient as it is kept, and on its way
+  int64_t dp_;
+  /// By unit, then by whether of experts, dtype and whether copied.
+  std::map<int64_t, std::map<std::tuple<bool, at::ScalarType, bool>, Bucket>> units_;
+  std::map<const Bucket*, bool> pending_;
+  std::map<int64_t, model::UnitMemory> memory_;
+  std::map<int64_t, int64_t> exchange_;
+  int64_t after_ = 0, gradient_in_ = 0;
+  Timeline time_;
+};
+
+}  // namespace
+
+MemoryUse step_memory(const StepPlan& plan, OptimizerKind optimizer, int64_t rank) {
+  model::validate(plan.topology);
+  return Step(plan, optimizer, rank).run();
+}
+
+}  // namespace lockstep::parallel
