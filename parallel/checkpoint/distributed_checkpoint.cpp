@@ -29,6 +29,13 @@ std::string_view optimizer_name(const Optimizer* optimizer) {
   return optimizer->options().kind == OptimizerKind::kAdamW ? "adamw" : "sgd";
 }
 
+std::string moment_file(std::string_view moment) { return fmt::format("{}.safetensors", moment); }
+
+model::SafetensorsLayout layout_of(const std::vector<model::TensorToWrite>& tensors) {
+  return model::layout_safetensors(
+      tensors, {{"format", "pt"}, {std::string(model::kLayoutKey), std::string(model::kLayout)}});
+}
+
 /// One file of the checkpoint: its tensors, and this rank's values of them.
 struct Part {
   std::string file;
@@ -57,8 +64,7 @@ std::vector<Part> files_of(const TrainingParts& parts, const std::vector<Placeme
   std::vector<Part> files{{kWeightsFile, {}, {}}};
   std::vector<std::string_view> moments;
   if (parts.optimizer != nullptr) moments = Optimizer::state_names(parts.optimizer->options().kind);
-  for (const std::string_view moment : moments)
-    files.push_back({fmt::format("{}.safetensors", moment), {}, {}});
+  for (const std::string_view moment : moments) files.push_back({moment_file(moment), {}, {}});
   for (size_t i = 0; i < placed.size(); ++i) {
     Shard& shard = parts.params.shards()[i];
     const auto add = [&](Part& part, const Tensor& rows) {
@@ -197,12 +203,9 @@ void save_checkpoint(const std::string& folder,
       final_path.parent_path() / fmt::format(".{}.partial", final_path.filename().string());
   const std::vector<Placement> placed = placements(parts);
   const std::vector<Part> files = files_of(parts, placed);
-  const std::map<std::string, std::string> metadata = {
-      {"format", "pt"}, {std::string(model::kLayoutKey), std::string(model::kLayout)}};
   std::vector<model::SafetensorsLayout> layouts;
   layouts.reserve(files.size());
-  for (const Part& part : files)
-    layouts.push_back(model::layout_safetensors(part.tensors, metadata));
+  for (const Part& part : files) layouts.push_back(layout_of(part.tensors));
 
   together(all, "start the checkpoint", [&] {
     if (all.rank() != 0) return;
@@ -271,6 +274,22 @@ void save_checkpoint(const std::string& folder,
   });
 }
 
+std::vector<std::pair<std::string, uint64_t>> checkpoint_files(const model::ModelConfig& config,
+                                                               const model::Numerics& num,
+                                                               OptimizerKind optimizer) {
+  std::vector<model::TensorToWrite> weights, moments;
+  for (const ParamSpec& spec : parameter_specs(config, num, model::Topology{}, Coordinates{})) {
+    weights.push_back(
+        {spec.name, spec.trainable ? num.acc() : spec.compute_dtype, spec.shape, nullptr});
+    if (spec.trainable) moments.push_back(weights.back());
+  }
+  std::vector<std::pair<std::string, uint64_t>> files{
+      {kWeightsFile, layout_of(weights).file_bytes}};
+  for (const std::string_view moment : Optimizer::state_names(optimizer))
+    files.emplace_back(moment_file(moment), layout_of(moments).file_bytes);
+  return files;
+}
+
 std::unique_ptr<model::WeightSource> open_training_checkpoint(const std::string& folder) {
   (void)read_state(folder);
   return model::open_checkpoint(folder);
@@ -301,7 +320,7 @@ TrainingState load_checkpoint(const std::string& folder, const TrainingParts& pa
                  saved,
                  optimizer_name(parts.optimizer));
   for (const std::string_view moment : Optimizer::state_names(parts.optimizer->options().kind)) {
-    const model::Safetensors moments = file(fmt::format("{}.safetensors", moment));
+    const model::Safetensors moments = file(moment_file(moment));
     for (size_t i = 0; i < placed.size(); ++i) {
       if (!shards[i].spec.trainable) continue;
       const std::string& name = shards[i].spec.name;

@@ -9,6 +9,8 @@
 #include <cstdint>
 #include <map>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "model/checkpoint/weight_source.hpp"
 #include "model/config/numerics.hpp"
@@ -42,6 +44,11 @@ struct TrainingParts {
 void save_checkpoint(const std::string& folder,
                      const TrainingState& state,
                      const TrainingParts& parts);
+
+/// Names and bytes of the tensor files that save_checkpoint() writes, from the configuration alone.
+std::vector<std::pair<std::string, uint64_t>> checkpoint_files(const model::ModelConfig& config,
+                                                               const model::Numerics& num,
+                                                               OptimizerKind optimizer);
 
 /// Weights of a checkpoint, for ParamSpec::load_rows at any topology. Throws kInput for a folder
 /// without state.json (a save that did not finish) or files shorter than it says.

@@ -89,6 +89,12 @@ TEST(Checkpoint, SavedAtAnyTopologyLoadsAtAnyOther) {
       saved = trainer.weights();
     }
     world().barrier("saved");
+    for (const auto& [file, bytes] :
+         parallel::checkpoint_files(tiny()->config(),
+                                    model::Numerics::policy("fsdp-fp32-islands"),
+                                    parallel::OptimizerKind::kAdamW)) {
+      EXPECT_EQ(fs::file_size(fs::path(name) / file), bytes) << model::to_string(all[i]) << file;
+    }
     for (const Topology& other : {all[(i + 1) % all.size()], all[(i + 2) % all.size()]}) {
       const parallel::Mesh to = parallel::Mesh::create(world(), other);
       ++num_saves;
