@@ -306,17 +306,19 @@ void add_golden_commands(Program& p) {
 }
 
 void add_plan_command(Program& p) {
-  CLI::App* plan = p.add(
-      p.app,
-      "plan",
-      "A training step on paper: ranks and their groups, tokens, memory, bytes moved on every axis",
-      "  lockstep plan scenarios/cp_equivalence.toml\n"
-      "  lockstep plan --config glm-5.3-flash --topology fsdp=2,cp=8,ep=8 --documents 131072 "
-      "--policy fsdp-fp32-islands --recompute\n\n"
-      "Computes nothing and needs no mpirun. Bytes of ep are those of an even load of the "
-      "experts.\n",
-      false,
-      [&p] { return run_command_plan(p.plan, p.context); });
+  CLI::App* plan =
+      p.add(p.app,
+            "plan",
+            "A training step on paper: ranks and their groups, tokens, memory of ranks and hosts, "
+            "size of "
+            "a checkpoint, bytes moved on every axis, time",
+            "  lockstep plan scenarios/cp_equivalence.toml\n"
+            "  lockstep plan --config glm-5.3-flash --topology fsdp=2,cp=8,ep=8 --documents 131072 "
+            "--policy fsdp-fp32-islands --recompute\n\n"
+            "Computes nothing and needs no mpirun. Bytes of ep are those of an even load of the "
+            "experts.\n",
+            false,
+            [&p] { return run_command_plan(p.plan, p.context); });
   PlanOptions& o = p.plan;
   plan->add_option("paths", o.paths, "Scenario files, or folders of them");
   plan->add_option("--set", o.sets, "key=value put into every scenario, run.*.KEY for all runs");
@@ -337,6 +339,18 @@ void add_plan_command(Program& p) {
   plan->add_flag("--recompute", o.recompute, "Layers are recomputed in backward")->needs(config);
   plan->add_option("--defaults", o.defaults, kDefaultsHelp)->capture_default_str()->needs(config);
   plan->add_option("--ranks", o.ranks, "Ranks that there are; a plan that needs more is refused")
+      ->check(CLI::PositiveNumber);
+  plan->add_option("--ranks-per-host", o.ranks_per_host, "Consecutive ranks that share a host")
+      ->capture_default_str()
+      ->check(CLI::PositiveNumber);
+  plan->add_option("--tflops", o.tflops, "For the time: TFLOP/s that a rank sustains")
+      ->capture_default_str()
+      ->check(CLI::PositiveNumber);
+  plan->add_option("--link", o.link, "For the time: GB/s of a rank to others of its host, each way")
+      ->capture_default_str()
+      ->check(CLI::PositiveNumber);
+  plan->add_option("--network", o.network, "For the time: GB/s of a rank to other hosts, each way")
+      ->capture_default_str()
       ->check(CLI::PositiveNumber);
 }
 

@@ -100,6 +100,9 @@ struct PlanOptions {
   std::vector<int64_t> documents, cp_cuts;  ///< lengths; rows
   int64_t ranks = 0;                        ///< that there are; 0: as many as needed
   bool recompute = false;
+  // As in StepPlanInput.
+  int64_t ranks_per_host = 8;
+  double tflops = 400, link = 300, network = 50;
 };
 int run_command_plan(const PlanOptions& options, const Context& context);
 

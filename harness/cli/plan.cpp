@@ -1,10 +1,12 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <filesystem>
 #include <nlohmann/json.hpp>
 
 #include "harness/cli/commands.hpp"
+#include "harness/cli/errors.hpp"
 #include "harness/launch/workload.hpp"
 #include "harness/runner/step_plan.hpp"
 #include "model/config/config_json.hpp"
@@ -43,6 +45,14 @@ void check_ranks(const PlanOptions& options, const std::string& what, const mode
                  options.ranks);
 }
 
+StepPlanText describe(const PlanOptions& options, StepPlanInput input) {
+  input.ranks_per_host = options.ranks_per_host;
+  input.tflops = options.tflops;
+  input.link = options.link;
+  input.network = options.network;
+  return describe_step(input);
+}
+
 Planned plan_config(const PlanOptions& options) {
   const model::ModelConfig config = config_of(options);
   const model::Topology topology = model::parse_topology(options.topology);
@@ -64,12 +74,13 @@ Planned plan_config(const PlanOptions& options) {
   planned.policy = num.name();
   planned.title =
       fmt::format("{}: {} ({})", options.config, num.name(), model::to_string(topology));
-  planned.step = describe_step({.config = config,
-                                .num = num,
-                                .topology = topology,
-                                .batch = Packing::of_lengths(options.documents),
-                                .cp_cuts = options.cp_cuts,
-                                .recompute = options.recompute});
+  planned.step = describe(options,
+                          {.config = config,
+                           .num = num,
+                           .topology = topology,
+                           .batch = Packing::of_lengths(options.documents),
+                           .cp_cuts = options.cp_cuts,
+                           .recompute = options.recompute});
   return planned;
 }
 
@@ -93,12 +104,16 @@ void plan_scenario(const std::filesystem::path& file,
              label,
              run.name,
              num.name(),
-             describe_step({.config = config,
-                            .num = num,
-                            .topology = run.topology,
-                            .batch = batch,
-                            .cp_cuts = run.cp_cuts,
-                            .recompute = run.recompute})});
+             describe(options,
+                      {.config = config,
+                       .num = num,
+                       .topology = run.topology,
+                       .batch = batch,
+                       .cp_cuts = run.cp_cuts,
+                       .recompute = run.recompute})});
+        StepPlanText& step = list.back().step;
+        if (!step.blocked.empty())
+          step.blocked = fmt::format("scenario {}: {}", run.where, step.blocked);
       } catch (const Error& error) {
         throw Error(error.kind(), fmt::format("scenario {}: {}", run.where, error.what()));
       }
@@ -132,10 +147,19 @@ int run_command_plan(const PlanOptions& options, const Context& context) {
     Json plans = Json::array();
     for (const Planned& planned : list) plans.push_back(to_json(planned));
     print(Json{{"plans", plans}}.dump(2) + "\n");
-    return 0;
+  } else {
+    for (const Planned& planned : list) {
+      if (planned.step.blocked.empty()) print(planned.title + "\n" + planned.step.text);
+    }
   }
-  for (const Planned& planned : list) print(planned.title + "\n" + planned.step.text);
-  return 0;
+  const auto blocked = std::find_if(list.begin(), list.end(), [](const Planned& planned) {
+    return !planned.step.blocked.empty();
+  });
+  if (blocked == list.end()) return 0;
+  // Not thrown: the JSON above has the reason already and stays one object.
+  const Failure failure{ErrorKind::kMesh, "plan: " + blocked->step.blocked};
+  std::fputs(error_block(failure, "plan").c_str(), stderr);
+  return exit_code(failure.kind);
 }
 
 }  // namespace lockstep::harness

@@ -40,18 +40,24 @@ double attention_macs(const model::ModelConfig& c, double position) {
 }  // namespace
 
 Flops count_flops(const model::ModelConfig& c, const std::vector<int64_t>& documents) {
+  std::vector<TokenSpan> spans;
+  for (const int64_t length : documents) spans.push_back({0, length});
+  return count_flops(c, spans);
+}
+
+Flops count_flops(const model::ModelConfig& c, const std::vector<TokenSpan>& spans) {
   const auto D = static_cast<double>(c.hidden_size), n = static_cast<double>(c.hc_mult);
   Flops flops;
   double tokens = 0;
-  for (const int64_t length : documents) tokens += static_cast<double>(length);
+  for (const TokenSpan& span : spans) tokens += static_cast<double>(span.end - span.begin);
   for (int64_t layer = 0; layer < c.num_hidden_layers; ++layer) {
     const auto at = static_cast<size_t>(layer);
     if (c.mixers[at] == model::MixerKind::kKda) {
       flops.mixers += 2 * tokens * kda_macs(c);
     } else {
       const bool own = c.indexer_shared.empty() || !c.indexer_shared[at];
-      for (const int64_t length : documents) {
-        for (int64_t t = 0; t < length; ++t) {
+      for (const TokenSpan& span : spans) {
+        for (int64_t t = span.begin; t < span.end; ++t) {
           flops.mixers += 2 * attention_macs(c, static_cast<double>(t));
           if (own) flops.indexer += 2 * indexer_macs(c, static_cast<double>(t));
         }

@@ -23,7 +23,14 @@ struct Flops {
   [[nodiscard]] double forward_backward() const { return 3 * forward() - 2 * indexer; }
 };
 
-/// Of documents with these lengths.
+/// Tokens [begin, end) of a document, counted from its start.
+struct TokenSpan {
+  int64_t begin = 0, end = 0;
+};
+
+/// Of these parts of documents.
+Flops count_flops(const model::ModelConfig& config, const std::vector<TokenSpan>& spans);
+/// Of whole documents with these lengths.
 Flops count_flops(const model::ModelConfig& config, const std::vector<int64_t>& documents);
 
 }  // namespace lockstep::harness

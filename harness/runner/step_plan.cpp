@@ -7,8 +7,10 @@
 #include <nlohmann/json.hpp>
 #include <utility>
 
+#include "harness/runner/flops.hpp"
+#include "parallel/checkpoint/distributed_checkpoint.hpp"
 #include "parallel/plan/footprint.hpp"
-#include "parallel/plan/token_plan.hpp"
+#include "parallel/plan/step_memory.hpp"
 #include "parallel/plan/traffic.hpp"
 
 namespace lockstep::harness {
@@ -23,8 +25,9 @@ struct Rank {
   parallel::Coordinates place;
   int64_t first_token = 0, tokens = 0;
   std::vector<Footprint> held;
-  int64_t gathered = 0;
+  MemoryUse memory;
   std::vector<Traffic> moved;
+  double flops = 0, compute_s = 0, traffic_s = 0;
 };
 
 /// "1.50 MiB"; bytes below one KiB as they are.
@@ -48,11 +51,6 @@ Footprint sum_of(const std::vector<Footprint>& held) {
   return sum;
 }
 
-int64_t total_of(const Rank& rank) {
-  const Footprint sum = sum_of(rank.held);
-  return sum.parameters + sum.gradients + sum.optimizer + rank.gathered;
-}
-
 /// The sets of ranks of a circle, by first member.
 std::vector<std::vector<int64_t>> groups_of(const model::Topology& topology, Circle circle) {
   std::vector<std::vector<int64_t>> groups;
@@ -61,6 +59,39 @@ std::vector<std::vector<int64_t>> groups_of(const model::Topology& topology, Cir
     if (ranks.front() == rank) groups.push_back(std::move(ranks));
   }
   return groups;
+}
+
+/// Floating-point operations of a rank: tp shares mixers and MLPs, ep is even.
+double flops_of(const StepPlanInput& in, const parallel::TokenPlan& tokens) {
+  std::vector<TokenSpan> spans;
+  const std::vector<int64_t>& documents = tokens.packing.cu_seqlens();
+  const int64_t first = tokens.begin - tokens.row_begin, last = tokens.end - tokens.row_begin;
+  for (size_t d = 0; d + 1 < documents.size(); ++d) {
+    const int64_t begin = std::max(documents[d], first), end = std::min(documents[d + 1], last);
+    if (begin < end) spans.push_back({begin - documents[d], end - documents[d]});
+  }
+  Flops flops = count_flops(in.config, spans);
+  const auto tp = static_cast<double>(in.topology.tp);
+  flops.mixers /= tp;
+  flops.mlps /= tp;
+  return flops.forward_backward() + (in.recompute ? flops.forward() - flops.head : 0);
+}
+
+/// Seconds that a rank's bytes take, one call after another; links of a host and of the network
+/// work at the same time.
+double traffic_seconds(const StepPlanInput& in, const std::vector<Traffic>& moved, int64_t rank) {
+  double seconds = 0;
+  for (const Traffic& t : moved) {
+    const std::vector<int64_t> ranks = parallel::members(in.topology, t.circle, rank);
+    const auto near = std::count_if(ranks.begin(), ranks.end(), [&](int64_t peer) {
+      return peer != rank && peer / in.ranks_per_host == rank / in.ranks_per_host;
+    });
+    const auto peers = static_cast<double>(ranks.size() - 1);
+    const double share = static_cast<double>(near) / peers,
+                 bytes = static_cast<double>(std::max(t.bytes_sent, t.bytes_received));
+    seconds += std::max(share * bytes / (in.link * 1e9), (1 - share) * bytes / (in.network * 1e9));
+  }
+  return seconds;
 }
 
 Rank plan_rank(const StepPlanInput& in, int64_t rank) {
@@ -78,8 +109,11 @@ Rank plan_rank(const StepPlanInput& in, int64_t rank) {
   result.first_token = tokens.begin;
   result.tokens = tokens.end - tokens.begin;
   result.held = parallel::footprint(in.config, in.num, in.topology, rank);
-  result.gathered = parallel::gathered_bytes(in.config, in.num, in.topology, rank);
+  result.memory = parallel::step_memory(step, parallel::OptimizerKind::kAdamW, rank);
   result.moved = parallel::step_traffic(step, rank);
+  result.flops = flops_of(in, tokens);
+  result.compute_s = result.flops / (in.tflops * 1e12);
+  result.traffic_s = traffic_seconds(in, result.moved, rank);
   return result;
 }
 
@@ -95,7 +129,7 @@ std::string mesh_text(const StepPlanInput& in, const std::vector<Rank>& ranks) {
                   "expert fsdp",
                   "first token",
                   "tokens",
-                  "bytes held");
+                  "peak bytes");
   for (size_t r = 0; r < ranks.size(); ++r) {
     const parallel::Coordinates& c = ranks[r].place;
     text += fmt::format("  {:>5} {:>4} {:>4} {:>4} {:>4} {:>4} {:>12} {:>12} {:>12} {:>12}\n",
@@ -108,7 +142,7 @@ std::string mesh_text(const StepPlanInput& in, const std::vector<Rank>& ranks) {
                         c.expert_shard,
                         ranks[r].first_token,
                         ranks[r].tokens,
-                        bytes_text(total_of(ranks[r])));
+                        bytes_text(ranks[r].memory.peak_total));
   }
   if (ranks.size() > 1) text += "  who talks to whom:\n";
   for (const Circle circle : parallel::kCircles) {
@@ -124,7 +158,7 @@ std::string mesh_text(const StepPlanInput& in, const std::vector<Rank>& ranks) {
 std::string memory_text(const std::vector<Rank>& ranks) {
   const auto fullest =
       std::max_element(ranks.begin(), ranks.end(), [](const auto& a, const auto& b) {
-        return total_of(a) < total_of(b);
+        return a.memory.peak_total < b.memory.peak_total;
       });
   const auto line = [](std::string_view what, const Footprint& f) {
     return fmt::format("  {:<20} {:>14} {:>12} {:>12} {:>12}\n",
@@ -144,10 +178,75 @@ std::string memory_text(const std::vector<Rank>& ranks) {
                   "optimizer");
   for (const Footprint& f : fullest->held) text += line(f.category, f);
   text += line("all", sum_of(fullest->held));
-  if (fullest->gathered > 0)
-    text += fmt::format(
-        "  {:<20} {:>14} {:>12}\n", "gathered, at most", "", bytes_text(fullest->gathered));
+  const MemoryUse& use = fullest->memory;
+  text += fmt::format(
+      "  tensor memory of its step:\n  {:<20} {:>14} {:>12}\n", "", "peak", "at the peak");
+  for (const MemoryKind kind : kMemoryKinds) {
+    if (use.peak_of(kind) == 0) continue;
+    text += fmt::format("  {:<20} {:>14} {:>12}\n",
+                        to_string(kind),
+                        bytes_text(use.peak_of(kind)),
+                        bytes_text(use.at_peak[static_cast<size_t>(kind)]));
+  }
+  return text + fmt::format("  {:<20} {:>14} {:>12}\n", "all", bytes_text(use.peak_total), "");
+}
+
+struct Host {
+  std::vector<int64_t> ranks;
+  int64_t peak = 0;
+};
+
+std::vector<Host> hosts_of(const StepPlanInput& in, const std::vector<Rank>& ranks) {
+  std::vector<Host> hosts;
+  for (size_t r = 0; r < ranks.size(); ++r) {
+    const auto rank = static_cast<int64_t>(r);
+    if (rank % in.ranks_per_host == 0) hosts.emplace_back();
+    hosts.back().ranks.push_back(rank);
+    hosts.back().peak += ranks[r].memory.peak_total;
+  }
+  return hosts;
+}
+
+std::string hosts_text(const std::vector<Host>& hosts) {
+  std::string text = "  peak bytes of the ranks of a host:\n";
+  for (size_t h = 0; h < hosts.size(); ++h)
+    text += fmt::format("    host {:<3} ranks {}-{} {:>14}\n",
+                        h,
+                        hosts[h].ranks.front(),
+                        hosts[h].ranks.back(),
+                        bytes_text(hosts[h].peak));
   return text;
+}
+
+using Files = std::vector<std::pair<std::string, uint64_t>>;
+
+std::string checkpoint_text(const Files& files) {
+  std::string text = "  files of a checkpoint:\n";
+  for (const auto& [name, bytes] : files)
+    text += fmt::format("    {:<30} {:>14}\n", name, bytes_text(static_cast<int64_t>(bytes)));
+  return text;
+}
+
+const Rank& slowest_of(const std::vector<Rank>& ranks) {
+  return *std::max_element(ranks.begin(), ranks.end(), [](const auto& a, const auto& b) {
+    return a.compute_s + a.traffic_s < b.compute_s + b.traffic_s;
+  });
+}
+
+std::string time_text(const StepPlanInput& in, const std::vector<Rank>& ranks) {
+  const Rank& slow = slowest_of(ranks);
+  return fmt::format(
+      "  a step takes {:.3g} s with bytes moved beside arithmetic, {:.3g} s one after the other: "
+      "{:.4g} TFLOP\n  at {:g} TFLOP/s in {:.3g} s, bytes at {:g} GB/s in a host and {:g} GB/s "
+      "between hosts in {:.3g} s\n",
+      std::max(slow.compute_s, slow.traffic_s),
+      slow.compute_s + slow.traffic_s,
+      slow.flops / 1e12,
+      in.tflops,
+      slow.compute_s,
+      in.link,
+      in.network,
+      slow.traffic_s);
 }
 
 std::string traffic_text(const std::vector<Rank>& ranks) {
@@ -189,7 +288,10 @@ std::string traffic_text(const std::vector<Rank>& ranks) {
 }
 
 Json rank_json(size_t number, const Rank& rank) {
-  Json held = Json::array(), moved = Json::array();
+  Json held = Json::array(), moved = Json::array(), peaks = Json::object();
+  for (const MemoryKind kind : kMemoryKinds)
+    peaks[std::string(to_string(kind))] = rank.memory.peak_of(kind);
+  peaks["all"] = rank.memory.peak_total;
   for (const Footprint& f : rank.held)
     held.push_back({{"category", f.category},
                     {"elements", f.elements},
@@ -212,36 +314,59 @@ Json rank_json(size_t number, const Rank& rank) {
           {"first_token", rank.first_token},
           {"tokens", rank.tokens},
           {"memory", held},
-          {"gathered_bytes", rank.gathered},
-          {"traffic", moved}};
+          {"gathered_bytes",
+           rank.memory.peak_of(MemoryKind::kGathered) +
+               rank.memory.peak_of(MemoryKind::kGatheredExperts)},
+          {"peak_bytes", peaks},
+          {"traffic", moved},
+          {"flops", rank.flops},
+          {"compute_seconds", rank.compute_s},
+          {"traffic_seconds", rank.traffic_s}};
 }
 
 }  // namespace
 
 StepPlanText describe_step(const StepPlanInput& input) {
   model::validate(input.topology);
-  if (const auto reason = parallel::cp_blocker(input.topology, input.batch, input.cp_cuts))
-    fail(ErrorKind::kMesh, "plan: {} is blocked: {}", model::to_string(input.topology), *reason);
+  StepPlanText plan;
+  Json json = {{"topology", model::to_string(input.topology)},
+               {"num_ranks", input.topology.num_ranks()},
+               {"num_tokens", input.batch.global_tokens()},
+               {"num_documents", input.batch.num_documents()},
+               {"cp_blocker", nullptr}};
+  if (const auto reason = parallel::cp_blocker(input.topology, input.batch, input.cp_cuts)) {
+    plan.blocked = fmt::format("{} is blocked: {}", model::to_string(input.topology), *reason);
+    json["cp_blocker"] = *reason;
+    plan.json = json.dump(2);
+    return plan;
+  }
   std::vector<Rank> ranks;
   for (int64_t rank = 0; rank < input.topology.num_ranks(); ++rank)
     ranks.push_back(plan_rank(input, rank));
-  StepPlanText plan;
+  const std::vector<Host> hosts = hosts_of(input, ranks);
+  const Files files =
+      parallel::checkpoint_files(input.config, input.num, parallel::OptimizerKind::kAdamW);
   plan.text = mesh_text(input, ranks);
   if (input.topology.cp > 1)
     plan.text += fmt::format("  nothing blocks cp = {} on this batch\n", input.topology.cp);
-  plan.text += memory_text(ranks) + traffic_text(ranks);
+  plan.text += memory_text(ranks) + hosts_text(hosts) + checkpoint_text(files) +
+               traffic_text(ranks) + time_text(input, ranks);
   Json list = Json::array(), circles = Json::object();
   for (size_t r = 0; r < ranks.size(); ++r) list.push_back(rank_json(r, ranks[r]));
   for (const Circle circle : parallel::kCircles)
     circles[std::string(parallel::circle_name(circle))] = groups_of(input.topology, circle);
-  plan.json = Json{
-      {"topology", model::to_string(input.topology)},
-      {"num_ranks", input.topology.num_ranks()},
-      {"num_tokens", input.batch.global_tokens()},
-      {"num_documents", input.batch.num_documents()},
-      {"groups", circles},
-      {"ranks",
-       list}}.dump(2);
+  json["groups"] = circles;
+  json["ranks"] = list;
+  for (const Host& host : hosts)
+    json["hosts"].push_back({{"ranks", host.ranks}, {"peak_bytes", host.peak}});
+  for (const auto& [name, bytes] : files) json["checkpoint"][name] = bytes;
+  const Rank& slow = slowest_of(ranks);
+  json["time"] = {{"tflops", input.tflops},
+                  {"link_gb_per_s", input.link},
+                  {"network_gb_per_s", input.network},
+                  {"seconds_overlapped", std::max(slow.compute_s, slow.traffic_s)},
+                  {"seconds_in_turn", slow.compute_s + slow.traffic_s}};
+  plan.json = json.dump(2);
   return plan;
 }
 

@@ -20,16 +20,22 @@ struct StepPlanInput {
   Packing batch = Packing::whole({0});  ///< whole
   std::vector<int64_t> cp_cuts;         ///< empty: near-even
   bool recompute = false;
+  int64_t ranks_per_host = 8;  ///< consecutive ones
+  /// For the time: of one rank, sustained. TFLOP/s; GB/s each way in a host, and between hosts.
+  double tflops = 400, link = 300, network = 50;
 };
 
 struct StepPlanText {
-  std::string text;  ///< tables for people
-  std::string json;  ///< an object: topology, num_ranks, num_tokens, num_documents, groups,
-                     ///< ranks (place, tokens, memory, traffic of each)
+  std::string text;     ///< tables for people
+  std::string json;     ///< an object: topology, num_ranks, num_tokens, num_documents, groups,
+                        ///< ranks (place, tokens, memory, traffic of each), hosts, checkpoint,
+                        ///< time, cp_blocker
+  std::string blocked;  ///< why cp cannot cut the batch as asked, then nothing else is planned
 };
 
 /// Training with AdamW, one micro-batch. Bytes of ep are those of an even load of the experts.
-/// Throws kMesh for a topology that the model or the batch cannot be laid over.
+/// The time is that of arithmetic and of bytes alone, of the slowest rank. Throws kMesh for a
+/// topology that the model cannot be laid over.
 StepPlanText describe_step(const StepPlanInput& input);
 
 }  // namespace lockstep::harness

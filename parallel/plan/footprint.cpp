@@ -81,25 +81,4 @@ std::vector<Footprint> footprint(const model::ModelConfig& config,
   return list;
 }
 
-int64_t gathered_bytes(const model::ModelConfig& config,
-                       const model::Numerics& num,
-                       const model::Topology& topology,
-                       int64_t rank) {
-  const int64_t head = model::head_unit(config.num_hidden_layers);
-  std::map<int64_t, int64_t> units;
-  for (const ParamSpec& spec :
-       parameter_specs(config, num, topology, coordinates(topology, rank))) {
-    const at::ScalarType kept = spec.trainable ? num.acc() : spec.compute_dtype;
-    // What is whole here and kept as it is used is not copied.
-    if (shard_of(spec, topology, rank).first == 1 && kept == spec.compute_dtype) continue;
-    const int64_t bytes = product(spec.shape, 0) * size_of(spec.compute_dtype);
-    units[spec.unit] += bytes;
-    if (!spec.alias.empty()) units[head] += bytes;
-  }
-  int64_t most = 0;
-  for (int64_t unit = model::kStemUnit; unit + 1 < head; ++unit)
-    most = std::max(most, units[unit] + units[unit + 1]);
-  return units[head] + most;
-}
-
 }  // namespace lockstep::parallel

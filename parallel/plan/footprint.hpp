@@ -25,11 +25,4 @@ std::vector<Footprint> footprint(const model::ModelConfig& config,
                                  const model::Topology& topology,
                                  int64_t rank);
 
-/// The most that gathered parameters take besides: the head, and two neighbouring units, of which
-/// one is computed with and the other on its way.
-int64_t gathered_bytes(const model::ModelConfig& config,
-                       const model::Numerics& num,
-                       const model::Topology& topology,
-                       int64_t rank);
-
 }  // namespace lockstep::parallel

@@ -102,11 +102,70 @@ TEST_F(Plan, PrintsTables) {
                            "{0 1 2 3 4 5 6 7} {8 9 10 11 12 13 14 15}",
                            "bytes held by rank",
                            "experts",
+                           "gathered experts",
+                           "host 1   ranks 8-15",
+                           "exp_avg_sq.safetensors",
                            "bytes sent in a step",
+                           "TFLOP/s",
                            "latents",
                            "GiB"}) {
     EXPECT_THAT(outcome.output, HasSubstr(part));
   }
+}
+
+TEST_F(Plan, AddsUpMemoryOfHostsAndArithmetic) {
+  const auto with = [&](std::vector<std::string> more) {
+    more.insert(more.begin(), {"--config", "tiny", "--documents", "100,31", "--json"});
+    return first_of(plan(std::move(more)));
+  };
+  const Json four = with({"--topology", "fsdp=2,cp=2", "--ranks-per-host", "2", "--network", "1"});
+  ASSERT_EQ(four["hosts"].size(), 2U);
+  EXPECT_EQ(four["hosts"][1]["ranks"], Json::parse("[2,3]"));
+  int64_t held = 0, masters = 0;
+  double flops = 0, slowest = 0;
+  for (const Json& rank : four["ranks"]) {
+    held += rank["peak_bytes"]["all"].get<int64_t>();
+    masters += rank["peak_bytes"]["masters"].get<int64_t>();
+    flops += rank["flops"].get<double>();
+    slowest = std::max(
+        slowest, rank["compute_seconds"].get<double>() + rank["traffic_seconds"].get<double>());
+  }
+  EXPECT_EQ(
+      four["hosts"][0]["peak_bytes"].get<int64_t>() + four["hosts"][1]["peak_bytes"].get<int64_t>(),
+      held);
+  EXPECT_EQ(four["time"]["seconds_in_turn"], slowest);
+  EXPECT_EQ(four["cp_blocker"], nullptr);
+
+  const Json one = with({});
+  EXPECT_NEAR(one["ranks"][0]["flops"].get<double>() / flops, 1, 1e-12);
+  EXPECT_EQ(one["ranks"][0]["peak_bytes"]["masters"], masters);
+  // Moments are those of what is trained, in float32; the head of a file is small.
+  const int64_t moments = four["checkpoint"]["exp_avg.safetensors"];
+  EXPECT_GT(moments, masters);
+  EXPECT_LT(moments, masters + (1 << 16));
+  EXPECT_EQ(four["checkpoint"], one["checkpoint"]);
+
+  // Twice the ranks of a host, and nothing goes over the slow network.
+  const Json near = with({"--topology", "fsdp=2,cp=2", "--ranks-per-host", "4", "--network", "1"});
+  EXPECT_LT(near["ranks"][0]["traffic_seconds"].get<double>(),
+            four["ranks"][0]["traffic_seconds"].get<double>() / 10);
+}
+
+TEST_F(Plan, TellsWhyCpIsBlocked) {
+  const Outcome outcome = plan({"--config",
+                                "tiny",
+                                "--documents",
+                                "10",
+                                "--topology",
+                                "cp=2",
+                                "--cp-cuts",
+                                "0,11,10",
+                                "--json"});
+  EXPECT_EQ(outcome.exit_code, 2);
+  EXPECT_THAT(outcome.errors, HasSubstr("is blocked"));
+  const Json blocked = Json::parse(outcome.output)["plans"][0];
+  EXPECT_THAT(blocked["cp_blocker"].get<std::string>(), HasSubstr("do not fit cp = 2"));
+  EXPECT_FALSE(blocked.contains("ranks"));
 }
 
 TEST_F(Plan, TakesScenarios) {
