@@ -1,6 +1,7 @@
 // Limits derived from what the reference itself achieves, so that no tolerance is a guess.
 #pragma once
 
+#include <cstdint>
 #include <string>
 #include <vector>
 

@@ -1,5 +1,6 @@
 #include "golden/store/sha256.hpp"
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstring>

@@ -1,7 +1,7 @@
 # The only place for warning and floating-point flags.
 add_library(lockstep_warnings INTERFACE)
 target_compile_options(lockstep_warnings INTERFACE
-  $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -Wshadow -Wconversion -Wdouble-promotion -Werror>)
+  $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -Wshadow -Wconversion -Wdouble-promotion $<$<BOOL:${LOCKSTEP_WERROR}>:-Werror>>)
 
 # No fast-math anywhere. Contraction is off, so that a*b+c rounds twice unless the source says std::fma: what a file
 # computes does not depend on what the compiler felt like fusing.
