@@ -99,6 +99,7 @@ Call begin(const GroupImpl& g,
 
 template <typename Start>
 WorkPtr start(const Call& call, const Start& body) {
+  const CallTime time(call);
   try {
     return body(call.until());
   } catch (const TransportError& error) {

@@ -3,6 +3,7 @@
 
 #include <mpi.h>
 
+#include <chrono>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -52,6 +53,19 @@ struct Call {
   [[nodiscard]] std::string where() const;
   /// For transports that have to wait within a call.
   [[nodiscard]] Until until() const;
+};
+
+/// Adds the time it lives to the ledger of the call's group.
+class CallTime {
+ public:
+  explicit CallTime(const Call& call) : call_(call), start_(std::chrono::steady_clock::now()) {}
+  CallTime(const CallTime&) = delete;
+  CallTime& operator=(const CallTime&) = delete;
+  ~CallTime();
+
+ private:
+  const Call& call_;
+  std::chrono::steady_clock::time_point start_;
 };
 
 /// Makes the call known to the other ranks of this machine, and throws kComm when one of them made

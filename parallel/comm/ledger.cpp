@@ -166,6 +166,8 @@ const LedgerEntry& Ledger::record(CommOp op,
   return last_.back();
 }
 
+void Ledger::add_seconds(double seconds) { totals()[group_].seconds += seconds; }
+
 std::vector<LedgerTotals> ledger_totals() {
   std::vector<LedgerTotals> list;
   for (const auto& [_, sum] : totals()) list.push_back(sum);
@@ -173,19 +175,21 @@ std::vector<LedgerTotals> ledger_totals() {
 }
 
 std::string ledger_table() {
-  std::string text = fmt::format("{:<14} {:>5} {:>9} {:>16} {:>16}\n",
+  std::string text = fmt::format("{:<14} {:>5} {:>9} {:>16} {:>16} {:>10}\n",
                                  "group",
                                  "ranks",
                                  "calls",
                                  "bytes sent",
-                                 "bytes received");
+                                 "bytes received",
+                                 "seconds");
   for (const LedgerTotals& sum : ledger_totals()) {
-    text += fmt::format("{:<14} {:>5} {:>9} {:>16} {:>16}\n",
+    text += fmt::format("{:<14} {:>5} {:>9} {:>16} {:>16} {:>10.3f}\n",
                         sum.group,
                         sum.size,
                         sum.calls,
                         sum.bytes_sent,
-                        sum.bytes_received);
+                        sum.bytes_received,
+                        sum.seconds);
   }
   return text;
 }

@@ -62,6 +62,9 @@ class Ledger {
                             uint64_t size_hash,
                             int64_t peer = -1);
 
+  /// Time this rank spent inside a recorded call: moving bytes and waiting for the others.
+  void add_seconds(double seconds);
+
   [[nodiscard]] const std::deque<LedgerEntry>& last() const { return last_; }
   [[nodiscard]] int64_t collectives() const { return collectives_; }
   [[nodiscard]] uint64_t chain() const { return chain_; }
@@ -83,6 +86,7 @@ struct LedgerTotals {
   std::string group;
   int64_t size = 0;  ///< ranks of the largest such group
   int64_t calls = 0, bytes_sent = 0, bytes_received = 0;
+  double seconds = 0;  ///< inside calls, waiting for slower ranks included
 };
 /// By name. Groups of one rank never appear.
 std::vector<LedgerTotals> ledger_totals();

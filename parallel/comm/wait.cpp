@@ -163,6 +163,13 @@ std::string Call::where() const {
                      what);
 }
 
+CallTime::~CallTime() {
+  const bool recorded = call_.sequence > 0 || call_.peer >= 0;
+  if (!recorded) return;
+  call_.g.ledger.add_seconds(
+      std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count());
+}
+
 Until Call::until() const {
   return [this](const std::function<bool()>& condition) { until_true(condition, *this); };
 }
@@ -179,6 +186,7 @@ void announce(const Call& call) {
 }
 
 void wait(Work& work, const Call& call) {
+  const CallTime time(call);
   try {
     until_true([&] { return work.done(); }, call);
   } catch (...) {

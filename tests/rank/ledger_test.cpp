@@ -47,6 +47,20 @@ TEST(CommLedger, BytesOfAGroupAreWhatItsCallsMove) {
   EXPECT_NE(parallel::ledger_table().find("bytes"), std::string::npos);
 }
 
+TEST(CommLedger, TimeInCallsIsThatOfWaitingForTheSlowest) {
+  if (world().size() == 1) GTEST_SKIP() << "a group of one waits for nobody";
+  const parallel::Group group = world().split(0, world().rank(), "slow peer");
+  group.barrier("ready");
+  const double before = total_of("slow peer").seconds;
+  if (world().rank() == 0) std::this_thread::sleep_for(std::chrono::milliseconds(200));
+  group.barrier("slow");
+  const double waited = total_of("slow peer").seconds - before;
+  if (world().rank() != 0) {
+    EXPECT_GE(waited, 0.1);
+  }
+  EXPECT_LE(waited, 60);
+}
+
 TEST(CommLedger, B42LedgersOfRanksThatMakeTheSameCallsAreEqual) {
   const parallel::Group group = world().split(0, world().rank(), "same");
   for (int i = 0; i < 100; ++i) group.barrier("again");
