@@ -41,6 +41,7 @@ struct Program {
   ReportOptions report;
   DoctorOptions doctor;
   WorkerOptions worker;
+  StepWorkerOptions step_worker;
   std::string comm;
   int64_t hang_rank = 0;
 
@@ -360,11 +361,17 @@ void add_machine_commands(Program& p) {
             "bench",
             "Time forward and backward by operator, as a share of the matrix product rate",
             "  lockstep bench\n  lockstep bench --tokens 1024 4096 --peer\n"
-            "  lockstep bench --growth\n"
+            "  lockstep bench --growth\n  lockstep bench --scaling --ranks 1 2 4\n"
             "  lockstep bench --policy invariant-f32 --against float32\n",
             false,
-            [&p] { return run_command_bench(p.bench, p.context); });
-  bench->add_option("--tokens", p.bench.tokens, "Document lengths; default: 256 1024 4096");
+            [&p] {
+              return p.bench.scaling ? run_command_scaling(p.bench, p.context)
+                                     : run_command_bench(p.bench, p.context);
+            });
+  bench->add_option("--tokens",
+                    p.bench.tokens,
+                    "Document lengths; default: 256 1024 4096; with --scaling tokens of a rank, "
+                    "default 1024");
   bench->add_option("--policy", p.bench.policy, "Numerics policy")->capture_default_str();
   bench->add_option("--against",
                     p.bench.against,
@@ -383,6 +390,40 @@ void add_machine_commands(Program& p) {
   bench->add_flag("--peer",
                   p.bench.peer,
                   "Also time transformers in the same run (needs scripts/setup --golden)");
+
+  CLI::Option* scaling = bench->add_flag(
+      "--scaling",
+      p.bench.scaling,
+      "Training steps on more and more ranks, over fsdp, ep and cp: time, efficiency, time in "
+      "calls and bytes of each axis; weak (the same tokens for each rank) and strong (the same "
+      "tokens for all)");
+  bench->add_option("--ranks", p.bench.ranks, "Numbers of ranks, from 1")
+      ->capture_default_str()
+      ->check(CLI::PositiveNumber)
+      ->needs(scaling);
+  bench
+      ->add_option(
+          "--total-tokens", p.bench.total_tokens, "Of strong scaling; default 4 times --tokens")
+      ->check(CLI::PositiveNumber)
+      ->needs(scaling);
+  bench->add_option("--threads", p.bench.threads, "Compute threads of a rank")
+      ->capture_default_str()
+      ->check(CLI::PositiveNumber)
+      ->needs(scaling);
+  for (const char* other :
+       {"--growth", "--forward-only", "--reference-ops", "--peer", "--device", "--against"})
+    scaling->excludes(other);
+
+  CLI::App* step =
+      p.add(p.app, "step-worker", "Ranks of one step (started by bench)", "", true, [&p] {
+        return run_command_step_worker(p.step_worker, p.context);
+      });
+  step->group("");
+  step->add_option("--topology", p.step_worker.topology)->required();
+  step->add_option("--documents", p.step_worker.documents)->delimiter(',')->required();
+  step->add_option("--policy", p.step_worker.policy)->required();
+  step->add_option("--preset", p.step_worker.preset)->required();
+  step->add_option("--repeats", p.step_worker.repeats)->required();
 
   CLI::App* list = p.add(p.app,
                          "list",

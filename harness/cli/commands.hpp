@@ -81,8 +81,21 @@ struct BenchOptions {
   std::string policy = "float32", against, device = "cpu", preset = "mini";
   int repeats = 3;
   bool forward_only = false, peer = false, reference_ops = false, growth = false;
+  bool scaling = false;
+  std::vector<int64_t> ranks = {1, 2, 4, 8};
+  int64_t total_tokens = 0;  ///< of strong scaling; 0: four times those of a rank in weak scaling
+  int threads = 1;
 };
 int run_command_bench(const BenchOptions& options, const Context& context);
+int run_command_scaling(const BenchOptions& options, const Context& context);
+
+/// Hidden: the ranks of one step, started by `bench --scaling`.
+struct StepWorkerOptions {
+  std::string topology, policy, preset;
+  std::vector<int64_t> documents;
+  int repeats = 1;
+};
+int run_command_step_worker(const StepWorkerOptions& options, const Context& context);
 
 struct ListOptions {
   std::string what;  ///< scenarios, policies, switches, operators, presets, schema; empty: summary

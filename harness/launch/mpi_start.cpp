@@ -191,7 +191,8 @@ std::vector<std::string> mpirun_command(int64_t ranks) {
 
 Outcome run_ranks(int64_t ranks,
                   const std::vector<std::string>& arguments,
-                  const std::function<void(std::string_view)>& on_output) {
+                  const std::function<void(std::string_view)>& on_output,
+                  int64_t threads) {
   const int64_t cores = std::max<int64_t>(1, std::thread::hardware_concurrency());
   const int64_t most = std::max<int64_t>(64, 4 * cores);
   LOCKSTEP_CHECK(ranks <= most,
@@ -204,7 +205,7 @@ Outcome run_ranks(int64_t ranks,
   std::vector<std::string> command = mpirun_command(ranks);
   command.push_back(program_path().string());
   command.insert(command.end(), arguments.begin(), arguments.end());
-  const int64_t threads = std::max<int64_t>(1, cores / ranks);
+  if (threads == 0) threads = std::max<int64_t>(1, cores / ranks);
   try {
     return run_command(
         command,

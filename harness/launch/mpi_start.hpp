@@ -35,11 +35,12 @@ Outcome run_command(const std::vector<std::string>& command,
                     const std::function<void(std::string_view line)>& on_output = {});
 
 /// Runs `lockstep ARGUMENTS` on `ranks` ranks with mpirun: oversubscribed where needed, unbound, as
-/// root where the user is root, with cores / ranks compute threads each. Throws kConfig when there
-/// is no mpirun, kMesh for far more ranks than this machine can hold.
+/// root where the user is root, with `threads` compute threads each (0: cores / ranks). Throws
+/// kConfig when there is no mpirun, kMesh for far more ranks than this machine can hold.
 Outcome run_ranks(int64_t ranks,
                   const std::vector<std::string>& arguments,
-                  const std::function<void(std::string_view line)>& on_output = {});
+                  const std::function<void(std::string_view line)>& on_output = {},
+                  int64_t threads = 0);
 
 /// "mpirun (Open MPI) 4.1.4"; empty when there is no mpirun.
 std::string mpi_version();

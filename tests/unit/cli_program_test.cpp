@@ -112,6 +112,43 @@ TEST_F(Program, BenchGivesTheCostOfAPolicyAsARatio) {
   expect_refused(lockstep({"bench", "--against", "float31"}), 2, {"float31"});
 }
 
+TEST_F(Program, BenchScalingMovesTheBytesOfThePlanOnEveryAxis) {
+  const Outcome outcome = lockstep({"bench",
+                                    "--scaling",
+                                    "--preset",
+                                    "tiny",
+                                    "--ranks",
+                                    "1",
+                                    "2",
+                                    "--tokens",
+                                    "24",
+                                    "--repeats",
+                                    "1",
+                                    "--json"});
+  ASSERT_EQ(outcome.exit_code, 0) << outcome.errors;
+  const auto json = nlohmann::json::parse(outcome.output);
+  ASSERT_EQ(json.at("rows").size(), 12U);  // weak and strong, three axes, two numbers of ranks
+  for (const auto& row : json.at("rows")) {
+    EXPECT_TRUE(row.at("as_planned")) << row;
+    double in_calls = 0;
+    for (const auto& axis : row.at("axes")) {
+      EXPECT_EQ(axis.at("bytes_sent"), axis.at("planned_bytes")) << row;
+      in_calls += axis.at("seconds").get<double>();
+    }
+    EXPECT_LE(in_calls, row.at("seconds").get<double>());
+    if (row.at("ranks") == 1) {
+      EXPECT_EQ(row.at("efficiency"), 1);
+      EXPECT_TRUE(row.at("axes").empty());
+      continue;
+    }
+    EXPECT_GT(in_calls, 0);
+  }
+  expect_refused(lockstep({"bench", "--scaling", "--ranks", "2", "4"}), 2, {"begin with 1"});
+  expect_refused(
+      lockstep({"bench", "--scaling", "--ranks", "1", "3"}), 2, {"4096 tokens", "--total-tokens"});
+  expect_refused(lockstep({"bench", "--ranks", "1", "2"}), 2, {"--scaling"});
+}
+
 TEST_F(Program, JsonErrorsAreOnStandardOutputToo) {
   const Outcome outcome = lockstep({"inspect", path("missing"), "--json"});
   EXPECT_EQ(outcome.exit_code, 2);
