@@ -43,7 +43,6 @@ void call(const std::string& kind, const Group& pair, const std::string& what) {
 /// The survivor's part: the broken call, then others.
 void follow_plan(const std::string& fault, const std::string& kind, const Group& pair) {
   const bool wrong = pair.rank() == 1;
-  call(kind, pair, "sound call");
   if (fault == "away") {
     const parallel::PatientWaits patient;
     parallel::set_comm_timeout_ms(kDeadlineMs / 3);  // many are waited for
@@ -62,6 +61,9 @@ int run(const std::string& fault, const std::string& folder) {
   const Group& world = session.world();
   const std::string kind(kKinds[static_cast<size_t>(world.rank() / 2)]);
   const Group pair = world.split(world.rank() / 2, world.rank(), kind + " pair");
+  // Communicators are made by the first calls, which takes long where many ranks share a GPU.
+  call(kind, pair, "sound call");
+  pair.barrier("sound barrier");
   world.barrier("start");
   parallel::set_comm_timeout_ms(kDeadlineMs);
   const auto start = std::chrono::steady_clock::now();

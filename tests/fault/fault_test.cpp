@@ -11,6 +11,7 @@
 #include <string>
 
 #include "harness/launch/mpi_start.hpp"
+#include "parallel/comm/transport.hpp"
 #include "tests/fault/kinds.hpp"
 
 namespace lockstep::tests {
@@ -25,15 +26,27 @@ struct Told {
   std::string message;
 };
 
-/// Transports by the program whose ranks use them.
-class Fault : public testing::TestWithParam<std::string> {
+struct Way {
+  std::string name, program;
+  std::vector<std::string> environment;
+};
+
+/// Real NCCL is shown where there is a GPU; several ranks on one need NCCL 2.30 and its switch.
+const Way kWays[] = {
+    {"Mpi", "fault_ranks", {"LOCKSTEP_COMM=mpi"}},
+    {"FakeNccl", "fault_ranks_fake_nccl", {"LOCKSTEP_COMM=nccl", "LOCKSTEP_NCCL_LIBRARY="}},
+    {"Nccl", "fault_ranks", {"LOCKSTEP_COMM=nccl", "NCCL_MULTI_RANK_GPU_ENABLE=1"}}};
+
+class Fault : public testing::TestWithParam<Way> {
  protected:
   void SetUp() override {
     std::string name = testing::UnitTest::GetInstance()->current_test_info()->name();
     std::replace(name.begin(), name.end(), '/', '_');
     folder_ = fs::path(testing::TempDir()) / ("lockstep_fault_" + name);
-    program_ = fs::path(LOCKSTEP_BINARY_DIR) / GetParam();
-    if (!fs::exists(program_)) GTEST_SKIP() << "built without " << GetParam();
+    program_ = fs::path(LOCKSTEP_BINARY_DIR) / GetParam().program;
+    if (!fs::exists(program_)) GTEST_SKIP() << "built without " << GetParam().program;
+    const std::string missing = GetParam().name == "Nccl" ? parallel::nccl_missing() : "";
+    if (!missing.empty()) GTEST_SKIP() << missing;
     fs::remove_all(folder_);
     fs::create_directories(folder_);
   }
@@ -48,11 +61,9 @@ class Fault : public testing::TestWithParam<std::string> {
     command.push_back(program_.string());
     command.push_back(fault);
     command.push_back(folder_.string());
-    std::vector<std::string> environment = {"OMP_NUM_THREADS=1", "MKL_NUM_THREADS=1"};
-    if (GetParam() != "fault_ranks") {
-      environment.emplace_back("LOCKSTEP_COMM=nccl");
-      environment.emplace_back("LOCKSTEP_NCCL_LIBRARY=");
-    }
+    std::vector<std::string> environment = GetParam().environment;
+    for (const char* one : {"OMP_NUM_THREADS=1", "MKL_NUM_THREADS=1"})
+      environment.emplace_back(one);
     outcome_ = harness::run_command(command, environment);
   }
 
@@ -112,12 +123,9 @@ TEST_P(Fault, B42CallsInAnotherOrderAreNamedByBothInEveryKind) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Transports,
-                         Fault,
-                         testing::Values("fault_ranks", "fault_ranks_fake_nccl"),
-                         [](const auto& program) {
-                           return program.param == "fault_ranks" ? "Mpi" : "FakeNccl";
-                         });
+INSTANTIATE_TEST_SUITE_P(Transports, Fault, testing::ValuesIn(kWays), [](const auto& way) {
+  return way.param.name;
+});
 
 }  // namespace
 }  // namespace lockstep::tests

@@ -53,8 +53,11 @@ int main(int argc, char** argv) {
   const char* backend = std::getenv("LOCKSTEP_COMM");
   const char* library = std::getenv("LOCKSTEP_NCCL_LIBRARY");
   const bool fake = library != nullptr && *library == '\0';
-  if (backend != nullptr && std::string_view(backend) == "nccl" && !fake)
+  if (backend != nullptr && std::string_view(backend) == "nccl" && !fake) {
+    // The tensor library then takes this NCCL too, instead of its own beside it.
+    if (library != nullptr) dlopen(library, RTLD_NOW | RTLD_LOCAL);
     dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_GLOBAL);
+  }
   for (int i = 1; i < argc; ++i) {
     const std::string_view flag(argv[i]);
     if (flag.starts_with("--hang-rank=")) setenv("LOCKSTEP_HANG_RANK", argv[i] + 12, 1);
