@@ -1,6 +1,7 @@
 // Waiting for a call with a deadline, and finding out whose fault it is when it passes.
 #include <algorithm>
 #include <chrono>
+#include <optional>
 #include <thread>
 #include <utility>
 
@@ -17,6 +18,7 @@ bool g_patient = false;
 constexpr int64_t kLookEveryMs = 50;
 /// Of patience with ranks of other machines.
 constexpr int64_t kUnseenDeadlines = 10;
+constexpr int64_t kGoneMs = 500;  // what a rank sent before its end arrives within this
 
 std::string short_name(const Call& call) {
   return fmt::format("{} of {}", op_name(call.op), call.what);
@@ -40,16 +42,20 @@ std::vector<int> awaited(const Call& call) {
 
 int world_rank(const Call& call, int rank) { return call.g.world_ranks[static_cast<size_t>(rank)]; }
 
-/// A rank that is stopped or gone will not answer, however long one waits; of a rank on another
-/// machine that cannot be known.
-bool someone_is_out(const Call& call, int64_t waited_ms) {
+/// Awaited ranks that will not answer, however long one waits; of a rank on another machine that
+/// cannot be known.
+struct Out {
+  bool gone = false, stopped = false, unseen = false;
+};
+Out who_is_out(const Call& call) {
+  Out out;
   for (const int rank : awaited(call)) {
     const board::State state = board::look(world_rank(call, rank)).state;
-    if (state == board::State::kStopped || state == board::State::kGone) return true;
-    if (state == board::State::kUnknown && waited_ms >= kUnseenDeadlines * g_timeout_ms)
-      return true;
+    out.gone = out.gone || state == board::State::kGone;
+    out.stopped = out.stopped || state == board::State::kStopped;
+    out.unseen = out.unseen || state == board::State::kUnknown;
   }
-  return false;
+  return out;
 }
 
 /// Who keeps a wait from ending: the awaited ranks that are not in the same call themselves.
@@ -116,6 +122,7 @@ void until_true(const std::function<bool()>& condition, const Call& call) {
   // Ranks often share cores in tests, so after a short spin the thread yields them.
   const auto start = steady_clock::now();
   auto last_good = start, looked = start;
+  std::optional<steady_clock::time_point> gone_since;
   for (int64_t polls = 0;; ++polls) {
     if (held(condition, call)) {
       if (entered) board::leave();  // after a failure others may still want to know where
@@ -137,7 +144,19 @@ void until_true(const std::function<bool()>& condition, const Call& call) {
     if (ms(looked) >= kLookEveryMs) {
       looked = now;
       check_order(call);
-      if (g_patient && !someone_is_out(call, waited)) last_good = now;
+      const Out out = who_is_out(call);
+      const bool given_up = out.unseen && waited >= kUnseenDeadlines * g_timeout_ms;
+      if (!out.gone && !out.stopped && !given_up) last_good = now;
+      if (out.gone && !gone_since) gone_since = now;
+    }
+    if (gone_since && ms(*gone_since) >= kGoneMs) {
+      fail(ErrorKind::kComm,
+           "{}: {} got no answer after {} ms from {}. Look at that rank's log, and at `dmesg | "
+           "tail` for want of memory",
+           call.where(),
+           op_name(call.op),
+           waited,
+           blame(call));
     }
     if ((g_patient ? ms(last_good) : waited) >= g_timeout_ms) {
       fail(ErrorKind::kComm,

@@ -16,5 +16,6 @@ inline constexpr std::array<std::string_view, 8> kKinds = {"all-gather",
                                                            "message",
                                                            "pending"};
 inline constexpr int64_t kDeadlineMs = 1500;
+inline constexpr int64_t kFarDeadlineMs = 60000;  ///< where nobody may wait for it
 
 }  // namespace lockstep::tests
