@@ -160,6 +160,10 @@ LOCKSTEP_DEVICE void copy16(uint32_t destination, const void* source, bool valid
                "r"(valid ? 16 : 0)
                : "memory");
 }
+LOCKSTEP_DEVICE void copy16(uint32_t destination, const void* source) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(destination), "l"(source)
+               : "memory");
+}
 /// This thread's arrival at `bar` (counted on initialisation) once its copies so far have landed.
 LOCKSTEP_DEVICE void copy_arrive(uint32_t bar) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
@@ -299,6 +303,14 @@ LOCKSTEP_DEVICE void pin(float (&d)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
+/// Ends the life of accumulators: the product that comes next does not read them, which the
+/// compiler cannot know.
+template <int kCount>
+LOCKSTEP_DEVICE void forget(float (&d)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "=f"(d[i]));
+}
+
 #define LOCKSTEP_D8(d, i)                                                                     \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
       "+f"(d[i + 6]), "+f"(d[i + 7])
@@ -375,6 +387,14 @@ LOCKSTEP_DEVICE void wgmma_64_shared(float (&d)[32], uint64_t a, uint64_t b, boo
 LOCKSTEP_DEVICE void wgmma_128_shared(float (&d)[64], uint64_t a, uint64_t b) {
   asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " LOCKSTEP_WGMMA_128_D
                ", %64, %65, 1, 1, 1, 0, 1;\n"
+               : LOCKSTEP_D64(d, 0)
+               : "l"(a), "l"(b));
+}
+
+/// The same with a outer-major, its 64 outer elements in one slab.
+LOCKSTEP_DEVICE void wgmma_128_shared_outer(float (&d)[64], uint64_t a, uint64_t b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " LOCKSTEP_WGMMA_128_D
+               ", %64, %65, 1, 1, 1, 1, 1;\n"
                : LOCKSTEP_D64(d, 0)
                : "l"(a), "l"(b));
 }

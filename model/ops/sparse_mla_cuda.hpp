@@ -31,7 +31,7 @@ struct SparseMlaForwardArgs {
   float* lse_TH = nullptr;  ///< fp32 [T,H], ln of the sum of exp(score); null: not wanted
 };
 
-/// Bytes of device scratch that sparse_mla_forward needs: 4 per token, 128-byte aligned, contents
+/// Bytes of device scratch that sparse_mla_forward needs: 8 per token, 128-byte aligned, contents
 /// need no initialisation.
 size_t sparse_mla_forward_workspace_bytes(int64_t tokens);
 

@@ -33,7 +33,7 @@ MlaCudaResult check(const SparseMlaForwardArgs& a) {
 }  // namespace
 
 size_t sparse_mla_forward_workspace_bytes(int64_t tokens) {
-  return static_cast<size_t>(tokens) * sizeof(int32_t);
+  return static_cast<size_t>(tokens) * sizeof(mla::TokenPlan);
 }
 
 MlaCudaResult sparse_mla_forward(const SparseMlaForwardArgs& a,
@@ -60,14 +60,14 @@ MlaCudaResult sparse_mla_forward(const SparseMlaForwardArgs& a,
     return bad("workspace must be 128-byte aligned");
 
   mla::ForwardParams p{};
-  p.tokens = a.tokens;
-  p.keys = static_cast<uint32_t>(a.keys);
-  p.width = static_cast<int>(a.width);
+  p.selection = {a.tokens,
+                 static_cast<uint32_t>(a.keys),
+                 static_cast<int>(a.width),
+                 a.selection_TW,
+                 a.latent_SR,
+                 static_cast<mla::TokenPlan*>(workspace)};
   p.heads = a.heads;
   p.q = a.q_THR;
-  p.latent = a.latent_SR;
-  p.selection = a.selection_TW;
-  p.tiles = static_cast<int32_t*>(workspace);
   p.exponent_scale = a.scale * 1.44269504088896340736f;
   p.a = a.a_THR;
   p.lse = a.lse_TH;
@@ -76,11 +76,11 @@ MlaCudaResult sparse_mla_forward(const SparseMlaForwardArgs& a,
   error = cudaFuncSetAttribute(
       mla::forward_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (error != cudaSuccess) return failed(error);
-  const auto counting = static_cast<unsigned>((a.tokens + mla::kCountWarps - 1) / mla::kCountWarps);
-  mla::count_tiles<<<counting, 32 * mla::kCountWarps, 0, stream>>>(p);
+  const auto planning = static_cast<unsigned>((a.tokens + mla::kPlanWarps - 1) / mla::kPlanWarps);
+  mla::plan_tokens<<<planning, 32 * mla::kPlanWarps, 0, stream>>>(p.selection);
   if (error = cudaGetLastError(); error != cudaSuccess) return failed(error);
   const auto blocks = static_cast<unsigned>(std::min<int64_t>(a.tokens, multiprocessors));
-  mla::forward_kernel<<<blocks, mla::kForwardThreads, kBytes, stream>>>(p);
+  mla::forward_kernel<<<blocks, mla::kThreads, kBytes, stream>>>(p);
   error = cudaGetLastError();
   return error == cudaSuccess ? MlaCudaResult{} : failed(error);
 }
