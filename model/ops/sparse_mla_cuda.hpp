@@ -55,4 +55,46 @@ MlaCudaResult sparse_mla_forward(const SparseMlaForwardArgs& args,
                                  size_t workspace_bytes,
                                  CUstream_st* stream);
 
+/// Device pointers, contiguous, 16-byte aligned but for selection and lse; rank 512.
+struct SparseMlaBackwardArgs {
+  int64_t tokens = 0;                     ///< T queries
+  int64_t keys = 0;                       ///< S rows of the latent, below 2^31
+  int64_t width = 0;                      ///< W entries in a row of the selection
+  int heads = 0;                          ///< H, 1 to 64
+  int64_t tokens_at_once = 0;             ///< whose shares are kept at a time, 0: all; see below
+  const uint16_t* q_THR = nullptr;        ///< bf16 [T,H,512], as in the forward call
+  const uint16_t* latent_SR = nullptr;    ///< bf16 [S,512]
+  const int32_t* selection_TW = nullptr;  ///< rows of latent; entries outside [0, S) are unused
+  float scale = 0.0625f;                  ///< of the scores, positive
+  const uint16_t* a_THR = nullptr;        ///< bf16 [T,H,512] of the forward call
+  const float* lse_TH = nullptr;          ///< fp32 [T,H] of the forward call
+  const uint16_t* da_THR = nullptr;       ///< bf16 [T,H,512] gradient of a
+  uint16_t* dq_THR = nullptr;             ///< bf16 [T,H,512]; may not overlap q, a or da
+  float* dlatent_SR = nullptr;            ///< fp32 [S,512], written: rows nobody selects are 0
+};
+
+/// Bytes of device scratch that sparse_mla_backward needs, 128-byte aligned, contents need no
+/// initialisation: about 1048 for each entry of the tokens done at once and 8 for each key.
+size_t sparse_mla_backward_workspace_bytes(const SparseMlaBackwardArgs& args);
+
+/// Gradients of the absorbed sparse MLA for sm_90a.
+///
+///   P = exp(s - lse);  delta = da . a;  dS = scale P (da . c - delta);
+///   dq = sum_j dS_j c_j;  dlatent_j = sum over tokens and heads of dS_j q + P_j da.
+///
+/// A token without a used entry gives dq = 0. An entry named twice counts twice. Only selected rows
+/// of the latent are read.
+///
+/// Numerics. s, da . c, delta and all sums in fp32; P and dS rounded to bf16 for the products; dq
+/// rounded once. dlatent: what a token gives a key is summed over heads in fp32, rounded to 11
+/// significant bits relative to the largest of 64 columns, and added in the order of the tokens.
+/// Deterministic: no atomics; dq of a token is the same bytes in any batch, dlatent does not depend
+/// on tokens_at_once. Asynchronous, 8 to 10 kernels for each tokens_at_once, of which
+/// tokens_at_once * width must stay below 2^31.
+/// T = 0 is allowed. Cost: see docs/performance.md.
+MlaCudaResult sparse_mla_backward(const SparseMlaBackwardArgs& args,
+                                  void* workspace,
+                                  size_t workspace_bytes,
+                                  CUstream_st* stream);
+
 }  // namespace lockstep::model
