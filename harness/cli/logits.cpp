@@ -162,7 +162,7 @@ int run_engine(const LogitsOptions& options,
   if (!under_mpi_launcher()) check_hang_rank(ranks);
   if (ranks > 1 && !under_mpi_launcher()) {
     check_output(options.out, options.docs);
-    workload_of(options);
+    check_topology(run, workload_of(options).source->config());
     const Outcome outcome = run_ranks(
         ranks, context.arguments, [](std::string_view line) { print(fmt::format("{}\n", line)); });
     const std::string told = own_errors(outcome.errors);

@@ -6,6 +6,8 @@
 
 #include "harness/inference/inference.hpp"
 #include "harness/trainer/trainer.hpp"
+#include "parallel/mesh/layout.hpp"
+#include "parallel/plan/placement.hpp"
 
 namespace lockstep::harness {
 namespace {
@@ -139,6 +141,11 @@ RunOutput execute_run(const RunSpec& run,
   output.tokens = work.documents.packing.global_tokens();
   output.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   return output;
+}
+
+void check_topology(const RunSpec& run, const model::ModelConfig& config) {
+  (void)parallel::parameter_specs(
+      config, numerics_of(run), run.topology, parallel::coordinates(run.topology, 0));
 }
 
 }  // namespace lockstep::harness

@@ -19,4 +19,8 @@ RunOutput execute_run(const RunSpec& run,
                       const parallel::Mesh& mesh,
                       const StepCallback& progress = {});
 
+/// Throws what every rank would find wrong with the model under the run's topology (kMesh), so that
+/// none has to be started for it.
+void check_topology(const RunSpec& run, const model::ModelConfig& config);
+
 }  // namespace lockstep::harness

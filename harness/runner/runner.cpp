@@ -156,6 +156,7 @@ RunOutput ScenarioRun::compute(const ScenarioPoint& point,
     agree(error);
     return output;
   }
+  check_topology(run, work.source->config());
   if (options_.session->under_mpi()) {
     const parallel::Mesh mesh = parallel::Mesh::create(world_, run.topology);
     RunOutput output;
