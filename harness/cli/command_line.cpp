@@ -268,7 +268,10 @@ void add_golden_commands(Program& p) {
             false,
             [&p] { return run_command_golden_verify(p.golden, p.context); });
   verify->add_option("cases", p.golden.cases, "Cases; default: all");
-  verify->add_option("--policy", p.golden.policies, "Policies; default: float64 float32 hf-bf16");
+  verify->add_option("--policy",
+                     p.golden.policies,
+                     "Policies, POLICY/replay with the experts of a float64 run; default: float64 "
+                     "float32 hf-bf16 hf-bf16/replay");
   CLI::Option* hashes =
       verify->add_flag("--hashes-only", p.golden.hashes_only, "Only the hashes of the manifest");
   CLI::Option* folder = verify->add_option("--data", p.golden.data, data_help);

@@ -38,7 +38,7 @@ Json to_json(const GoldenVerifyRow& row) {
 
 void print_table(const GoldenVerifyResult& result) {
   print("error as a share of its limit (1 is the limit)\n");
-  print(fmt::format("{:<16} {:<9} {:>8} {:>8} {:>8} {:>8} {:>8}\n",
+  print(fmt::format("{:<16} {:<14} {:>8} {:>8} {:>8} {:>8} {:>8}\n",
                     "case",
                     "policy",
                     "logits",
@@ -51,7 +51,7 @@ void print_table(const GoldenVerifyResult& result) {
       print(fmt::format("{:<16} {}\n", row.golden_case, row.skipped));
       continue;
     }
-    std::string line = fmt::format("{:<16} {:<9}", row.golden_case, row.policy);
+    std::string line = fmt::format("{:<16} {:<14}", row.golden_case, row.policy);
     for (const Comparison& c : row.comparisons) line += fmt::format(" {:>8}", outcome_of(c));
     print(line + "\n");
     for (const Comparison& c : row.comparisons) {
@@ -79,14 +79,17 @@ void print_table(const GoldenVerifyResult& result) {
         result.f32.worst,
         result.f32.worst_name));
   }
-  if (result.bf16.num_rows > 0) {
+  for (const auto& [name, summary] :
+       {std::pair{"bf16", result.bf16}, std::pair{"bf16 replayed", result.bf16_replay}}) {
+    if (summary.num_rows == 0) continue;
     print(
-        fmt::format("bf16 error over the reference's own worst run: median {:.3f} (limit {}), "
+        fmt::format("{} error over the reference's own worst run: median {:.3f} (limit {}), "
                     "worst {:.2f} in {}\n",
-                    result.bf16.median,
+                    name,
+                    summary.median,
                     golden::kMedianRatioLimit,
-                    result.bf16.worst,
-                    result.bf16.worst_name));
+                    summary.worst,
+                    summary.worst_name));
   }
 }
 
@@ -99,6 +102,8 @@ Json to_json(const GoldenVerifyResult& result) {
           {"f32_worst_ratio", result.f32.worst},
           {"bf16_median_ratio", result.bf16.median},
           {"bf16_worst_ratio", result.bf16.worst},
+          {"bf16_replay_median_ratio", result.bf16_replay.median},
+          {"bf16_replay_worst_ratio", result.bf16_replay.worst},
           {"rows", rows}};
 }
 

@@ -39,6 +39,7 @@ struct RunSpec {
   std::vector<std::pair<std::string, std::string>> numerics;  ///< switch id -> value
   model::Topology topology;
   std::vector<int64_t> cp_cuts;  ///< empty: near-even
+  std::string replay;            ///< run whose expert choice is taken; empty: own choice
   bool grads = false, recompute = false, reference_ops = false, stream_layers = false;
   int64_t decode = 0, prefill_chunk = 0, page_size = 0;  ///< inference; page_size 0: the engine's
   std::string where;

@@ -321,8 +321,8 @@ std::optional<double> golden_limit(const golden::GoldenCase& stored,
   if (width == model::Width::kFloat64) return golden::limit_f64();
   const auto spread = stored.spread(subject);
   if (!spread) return std::nullopt;
-  return width == model::Width::kFloat32 ? golden::limit_f32(spread->f32)
-                                         : golden::limit_bf16(spread->bf16);
+  if (width == model::Width::kFloat32) return golden::limit_f32(spread->f32);
+  return golden::limit_bf16(run.replay.empty() ? spread->bf16 : spread->bf16_replay);
 }
 
 Comparison compare_sides(const CompareSpec& spec, const Side& left, const Side& right) {

@@ -101,7 +101,8 @@ RunOutput run_inference(const RunSpec& run,
 RunOutput run_trainer(const RunSpec& run,
                       const Workload& work,
                       const parallel::Mesh& mesh,
-                      const StepCallback& progress) {
+                      const StepCallback& progress,
+                      const std::vector<Tensor>& replay) {
   TrainerOptions options;
   options.numerics = numerics_of(run);
   options.grads = run.grads;
@@ -110,6 +111,7 @@ RunOutput run_trainer(const RunSpec& run,
   options.reference_ops = run.reference_ops;
   options.trace = run.trace;
   options.cp_cuts = run.cp_cuts;
+  options.replay = replay;
   options.progress = progress;
   Trainer trainer(work.source, std::move(options), mesh);
   TrainerResult result = trainer.run(work.documents);
@@ -133,10 +135,11 @@ RunOutput run_trainer(const RunSpec& run,
 RunOutput execute_run(const RunSpec& run,
                       const Workload& work,
                       const parallel::Mesh& mesh,
-                      const StepCallback& progress) {
+                      const StepCallback& progress,
+                      const std::vector<Tensor>& replay) {
   const auto start = std::chrono::steady_clock::now();
   RunOutput output = run.engine == "inference" ? run_inference(run, work, mesh, progress)
-                                               : run_trainer(run, work, mesh, progress);
+                                               : run_trainer(run, work, mesh, progress, replay);
   output.cu_seqlens = work.documents.packing.cu_seqlens();
   output.tokens = work.documents.packing.global_tokens();
   output.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
@@ -146,6 +149,17 @@ RunOutput execute_run(const RunSpec& run,
 void check_topology(const RunSpec& run, const model::ModelConfig& config) {
   (void)parallel::parameter_specs(
       config, numerics_of(run), run.topology, parallel::coordinates(run.topology, 0));
+}
+
+std::vector<Tensor> expert_choice(const RunOutput& output, const model::ModelConfig& config) {
+  std::vector<Tensor> choice(static_cast<size_t>(config.num_hidden_layers));
+  for (size_t layer = 0; layer < choice.size(); ++layer) {
+    const std::string name = fmt::format("layers.{}.mlp.gate.experts", layer);
+    for (const auto& [traced, experts] : output.trace) {
+      if (traced == name) choice[layer] = experts;
+    }
+  }
+  return choice;
 }
 
 }  // namespace lockstep::harness

@@ -13,14 +13,18 @@ using StepCallback = std::function<void(int64_t done, int64_t total, const char*
 
 /// Runs the engine that the run names. Every rank of the mesh calls it; the result is complete on each. Throws
 /// kInternal when ranks that must agree (loss and gradients) hold different bytes, and whatever the
-/// engine throws.
+/// engine throws. `replay`: see TrainerOptions.
 RunOutput execute_run(const RunSpec& run,
                       const Workload& work,
                       const parallel::Mesh& mesh,
-                      const StepCallback& progress = {});
+                      const StepCallback& progress = {},
+                      const std::vector<Tensor>& replay = {});
 
 /// Throws what every rank would find wrong with the model under the run's topology (kMesh), so that
 /// none has to be started for it.
 void check_topology(const RunSpec& run, const model::ModelConfig& config);
+
+/// The expert choice of a run that traced "*.mlp.gate.experts", for a run that replays it.
+std::vector<Tensor> expert_choice(const RunOutput& output, const model::ModelConfig& config);
 
 }  // namespace lockstep::harness

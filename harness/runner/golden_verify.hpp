@@ -15,8 +15,13 @@ namespace lockstep::harness {
 struct GoldenVerifyPlan {
   std::filesystem::path data;
   std::vector<std::string> cases;     ///< empty: all
-  std::vector<std::string> policies;  ///< empty: float64, float32, hf-bf16
+  std::vector<std::string> policies;  ///< empty: float64, float32, hf-bf16 and hf-bf16/replay
 };
+
+/// What follows the name of a policy whose run takes the experts that a float64 run chose. A choice
+/// is a step: in bfloat16 one that falls otherwise outweighs all roundings, here and in the
+/// reference, so the sharp comparison of bfloat16 is the replayed one.
+inline constexpr std::string_view kReplaySuffix = "/replay";
 
 struct GoldenVerifyRow {
   std::string golden_case, policy, skipped;  ///< skipped: why; empty: it ran
@@ -26,7 +31,7 @@ struct GoldenVerifyRow {
 struct GoldenVerifyResult {
   std::vector<GoldenVerifyRow> rows;
   /// Error over the worst of the reference's own runs in the same precision, all cases and tensors.
-  golden::RatioSummary f32, bf16;
+  golden::RatioSummary f32, bf16, bf16_replay;
   golden::RatioSummary f64;  ///< the error itself: its reference is 1
   [[nodiscard]] bool pass() const;
 };

@@ -143,6 +143,8 @@ struct Trainer::Impl {
                  MeanLoss& mean,
                  TrainerResult& result);
   static void backward(const Tensor& loss);
+  /// Checks options.replay against the batches; forward() then takes its rows from the first.
+  void start_replay(std::span<const Documents> micro_batches);
   TrainerResult run(std::span<const Documents> micro_batches);
   TrainStep train_step(const std::vector<Documents>& micro_batches);
   [[nodiscard]] parallel::TrainingParts parts() const {
@@ -165,6 +167,8 @@ struct Trainer::Impl {
   std::unique_ptr<model::ParamView> watched;       ///< params as the audit sees them
   parallel::ShardedParameters* sharded = nullptr;  ///< params, unless streamed
   std::unique_ptr<parallel::Optimizer> optimizer;
+  std::vector<Tensor> replayed;  ///< by layer, of the batch at hand: backward may run layers again
+  int64_t replay_row = 0;        ///< first row in options.replay of the next batch
 };
 
 void Trainer::Impl::backward(const Tensor& loss) {
@@ -195,13 +199,20 @@ Tensor Trainer::Impl::forward(const parallel::ParallelPlan& plan,
   const MemoryScope memory(MemoryKind::kActivations);
   const parallel::TokenPlan& tokens = plan.tokens();
   const int64_t count = tokens.end - tokens.begin;
+  replayed.clear();
+  for (const Tensor& experts : options.replay) {
+    replayed.push_back(experts.defined() ? experts.narrow(0, replay_row + tokens.begin, count)
+                                         : Tensor());
+  }
+  replay_row += documents.packing.global_tokens();
   const model::LayerContext ctx{.config = config,
                                 .num = options.numerics,
                                 .packing = tokens.packing,
                                 .params = *watched,
                                 .seams = plan.seams(),
                                 .trace = trace,
-                                .reference = options.reference_ops};
+                                .reference = options.reference_ops,
+                                .replay = replayed.empty() ? nullptr : &replayed};
   const model::DecoderOptions decoder{.recompute = options.recompute,
                                       .progress = [&](int64_t done, int64_t total) {
                                         if (options.progress)
@@ -233,6 +244,38 @@ Tensor Trainer::Impl::forward(const parallel::ParallelPlan& plan,
   return logprobs.sum().neg().div(static_cast<double>(std::max<int64_t>(divisor, 1)));
 }
 
+void Trainer::Impl::start_replay(std::span<const Documents> micro_batches) {
+  replay_row = 0;
+  LOCKSTEP_CHECK(
+      options.numerics.is<model::Switch::kExpertReplay>("replay") != options.replay.empty(),
+      kConfig,
+      "trainer: D68 is {}, and {} expert choice was given; set it to replay for a run that "
+      "takes the choice of another",
+      options.replay.empty() ? "replay" : "own",
+      options.replay.empty() ? "no" : "an");
+  if (options.replay.empty()) return;
+  LOCKSTEP_CHECK(static_cast<int64_t>(options.replay.size()) == config.num_hidden_layers,
+                 kInput,
+                 "trainer: the replayed expert choice has {} layers, the model {}",
+                 options.replay.size(),
+                 config.num_hidden_layers);
+  int64_t tokens = 0;
+  for (const Documents& documents : micro_batches) tokens += documents.packing.global_tokens();
+  for (size_t layer = 0; layer < options.replay.size(); ++layer) {
+    const Tensor& experts = options.replay[layer];
+    const bool routed = config.mlps[layer] == model::MlpKind::kMoe;
+    const int64_t rows = experts.defined() ? experts.size(0) : 0, want = routed ? tokens : 0;
+    LOCKSTEP_CHECK(
+        rows == want && experts.defined() == routed,
+        kInput,
+        "trainer: the replayed expert choice of layer {} has {} rows instead of {}; take "
+        "it from a run of the same documents",
+        layer,
+        rows,
+        want);
+  }
+}
+
 TrainerResult Trainer::Impl::run(std::span<const Documents> micro_batches) {
   LOCKSTEP_CHECK(!micro_batches.empty() && (micro_batches.size() == 1 || options.trace.empty()),
                  kConfig,
@@ -242,6 +285,7 @@ TrainerResult Trainer::Impl::run(std::span<const Documents> micro_batches) {
   TrainerResult result;
   for (const Documents& documents : micro_batches) result.num_targets += num_targets(documents);
   MeanLoss mean(options.numerics, mesh, result.num_targets);
+  start_replay(micro_batches);
   if (options.grads) sharded->zero_grads();
 
   std::vector<Tensor> logits, logprobs, local_logits, local_logprobs;
@@ -315,6 +359,7 @@ TrainStep Trainer::Impl::train_step(const std::vector<Documents>& micro_batches)
   const bool balances = options.router_bias_speed > 0;
   RouterLoad load(config);
   MeanLoss mean(options.numerics, mesh, step.num_targets);
+  start_replay(micro_batches);
   sharded->zero_grads();
   for (const Documents& documents : micro_batches) {
     const parallel::ParallelPlan plan(config, options.numerics, mesh, documents.packing, {});

@@ -30,6 +30,10 @@ struct TrainerOptions {
   bool reference_ops = false;  ///< plain reference operators instead of the fast forms
   /// Rows where the sequence is cut over cp ranks, {0, ..., T}; empty: near-even.
   std::vector<int64_t> cp_cuts;
+  /// Expert choice to take instead of the router's own (D68): per layer the experts [T, top_k]
+  /// int64 of all documents, micro-batch after micro-batch, as trace "layers.N.mlp.gate.experts"
+  /// gives them; undefined for dense layers. Empty: own choice; given exactly when D68 is replay.
+  std::vector<Tensor> replay;
   std::string trace;  ///< glob over module names whose outputs (and, with grads, gradients) are
                       ///< returned; empty: none
   /// For train_step(): masters in float32 (float64 in the float64 policy), gradients on.

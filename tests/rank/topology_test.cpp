@@ -81,6 +81,34 @@ TEST(Topologies, SplitSumsEqualOneProcessInFloat64) {
   }
 }
 
+TEST(Topologies, EveryRankTakesItsRowsOfReplayedExperts) {
+  harness::TrainerOptions options;
+  options.numerics = model::Numerics::policy("float64");
+  options.numerics.set("D68", "replay");
+  options.grads = true;
+  const model::ModelConfig& config = tiny()->config();
+  uint64_t seed = 201;
+  for (const Topology& topology : topologies(world().size(), 2)) {
+    const Documents docs = random_pack(seed++);
+    // Not what a router would choose: token t takes the experts t, t + 1, ...
+    const Tensor experts = at::arange(docs.packing.global_tokens())
+                               .unsqueeze(1)
+                               .add(at::arange(config.num_experts_per_tok))
+                               .remainder(config.n_routed_experts);
+    options.replay.clear();
+    for (const model::MlpKind kind : config.mlps)
+      options.replay.push_back(kind == model::MlpKind::kMoe ? experts : Tensor());
+    const parallel::Mesh mesh = parallel::Mesh::create(world(), topology);
+    const TrainerResult one = harness::Trainer(tiny(), options, parallel::Mesh::single()).run(docs);
+    expect_equal(
+        harness::Trainer(tiny(), options, mesh).run(docs), one, 1e-11, model::to_string(topology));
+    if (docs.packing.global_tokens() > 20) {
+      EXPECT_GT(rel_l2(run(docs, model::Numerics::policy("float64"), mesh).logits, one.logits),
+                1e-2);
+    }
+  }
+}
+
 TEST(Topologies, RecomputeGivesTheSameBytes) {
   const model::Numerics num = model::Numerics::policy("fsdp-fp32-islands");
   const std::vector<Topology> all = topologies(world().size(), 2);

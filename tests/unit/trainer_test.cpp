@@ -3,6 +3,7 @@
 #include "harness/trainer/trainer.hpp"
 
 #include <ATen/Parallel.h>
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include "harness/engine/trace.hpp"
@@ -249,6 +250,84 @@ TEST(Trainer, TraceReturnsNamedActivationsAndTheirGradients) {
     EXPECT_EQ(value.size(0), 12) << name;
     EXPECT_GT(value.abs().sum().item<double>(), 0) << name;
   }
+}
+
+/// What layers.N.mlp.gate.experts of a run gave, by layer.
+std::vector<Tensor> choice_of(const TrainerResult& result) {
+  std::vector<Tensor> choice(static_cast<size_t>(tiny()->config().num_hidden_layers));
+  for (size_t layer = 0; layer < choice.size(); ++layer) {
+    for (const auto& [name, value] : result.trace)
+      if (name == fmt::format("layers.{}.mlp.gate.experts", layer)) choice[layer] = value;
+  }
+  return choice;
+}
+
+TrainerOptions replaying(std::string_view policy, std::vector<Tensor> choice) {
+  TrainerOptions o = options(policy);
+  o.numerics.set("D68", "replay");
+  o.replay = std::move(choice);
+  o.trace = "*.experts";
+  return o;
+}
+
+TEST(Trainer, ReplayedExpertsAreTaken) {
+  const Documents docs = tiny_documents({40, 0, 1, 21});
+  TrainerOptions own = options("hf-bf16");
+  own.trace = "*.experts";
+  const TrainerResult free = run(docs, own);
+  const TrainerResult same = run(docs, replaying("hf-bf16", choice_of(free)));
+  EXPECT_TRUE(same_bytes(free.logits, same.logits));
+  for (const auto& [name, grad] : free.grads)
+    EXPECT_TRUE(same_bytes(grad, same.grads.at(name))) << name;
+
+  // Every choice moved by one expert: the run takes it and gives something else.
+  std::vector<Tensor> moved = choice_of(free);
+  for (Tensor& experts : moved) {
+    if (experts.defined())
+      experts = std::get<0>(experts.add(1).remainder(tiny()->config().n_routed_experts).sort(1));
+  }
+  TrainerOptions again = replaying("hf-bf16", moved);
+  const TrainerResult other = run(docs, again);
+  const std::vector<Tensor> taken = choice_of(other);
+  for (size_t layer = 0; layer < moved.size(); ++layer) {
+    ASSERT_EQ(taken[layer].defined(), moved[layer].defined());
+    if (!moved[layer].defined()) continue;
+    EXPECT_TRUE(same_bytes(taken[layer], moved[layer])) << layer;
+  }
+  EXPECT_GT(rel_l2(other.logits, free.logits), 1e-2);
+  // Backward runs the layers again, with the same experts.
+  again.recompute = true;
+  const TrainerResult recomputed = run(docs, again);
+  for (const auto& [name, grad] : other.grads)
+    EXPECT_TRUE(same_bytes(grad, recomputed.grads.at(name))) << name;
+
+  // Micro-batches take their rows one after the other.
+  TrainerOptions two = replaying("float64", moved);
+  two.trace.clear();
+  const std::vector<Documents> parts = {alone(docs, 0), alone(docs, 2), alone(docs, 3)};
+  const TrainerResult split = Trainer(tiny(), two, parallel::Mesh::single()).run(parts);
+  const TrainerResult whole = run(docs, two);
+  EXPECT_LE(rel_l2(split.logits, whole.logits), 1e-13);
+  const auto [distance, name] = worst(split.grads, whole.grads);
+  EXPECT_LE(distance, 1e-11) << name;
+}
+
+TEST(Trainer, AReplayThatDoesNotFitIsRefused) {
+  const Documents docs = tiny_documents({12, 5});
+  TrainerOptions own = options("float32", false);
+  own.trace = "*.experts";
+  const std::vector<Tensor> choice = choice_of(run(docs, own));
+  EXPECT_THROW((void)run(tiny_documents({12, 6}), replaying("float32", choice)), Error);
+  std::vector<Tensor> fewer = choice;
+  fewer.pop_back();
+  EXPECT_THROW((void)run(docs, replaying("float32", fewer)), Error);
+  std::vector<Tensor> hole = choice;
+  hole.back() = Tensor();
+  EXPECT_THROW((void)run(docs, replaying("float32", hole)), Error);
+  EXPECT_THROW((void)run(docs, replaying("float32", {})), Error);
+  TrainerOptions unasked = replaying("float32", choice);
+  unasked.numerics.set("D68", "own");
+  EXPECT_THROW((void)run(docs, unasked), Error);
 }
 
 TEST(Trace, GlobMatching) {
