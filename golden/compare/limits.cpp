@@ -45,6 +45,20 @@ double few_runs_slack(int64_t num_elements) {
   return 1.0;
 }
 
+int64_t tied_cases_allowed(int64_t num_cases) {
+  LOCKSTEP_CHECK(num_cases >= 0, kInternal, "{} cases", num_cases);
+  constexpr double kRate = 0.045, kChance = 1e-3;
+  double exactly = std::pow(1.0 - kRate, static_cast<double>(num_cases)), at_most = exactly;
+  int64_t allowed = 0;
+  while (1.0 - at_most > kChance) {
+    exactly *= kRate / (1.0 - kRate) * static_cast<double>(num_cases - allowed) /
+               static_cast<double>(allowed + 1);
+    at_most += exactly;
+    ++allowed;
+  }
+  return allowed;
+}
+
 RatioSummary summarize_ratios(const std::vector<RatioRow>& rows) {
   RatioSummary out;
   std::vector<double> ratios;

@@ -4,7 +4,8 @@ A stored case keeps the errors of five runs of the reference, and a limit is a f
 worth: it makes many more runs (other orders of the hidden channels), draws six of them again and again, and divides the error of the sixth
 by the worst of the other five. Tensors are grouped by their number of elements. Columns: tensors seen; the median of
 2 mean(e^2)^2 / var(e^2), the degrees of freedom a tensor's error has; quantiles of the ratio over draws of all tensors of the group, and the
-ratio that a Gaussian error of as many free elements would have at the last quantile.
+ratio that a Gaussian error of as many free elements would have at the last quantile. A last table judges all tensors of a sixth run by the
+limits that the other five set (golden/compare/limits.hpp): by case, the share of draws with a tensor over its limit and how far over.
 """
 import argparse
 import os
@@ -52,6 +53,19 @@ def gaussian(elements: float, quantile: float, rng) -> float:
     return float(np.quantile(e[5] / e[:5].max(0), quantile))
 
 
+def over_limits(rows: list, precision: str, draws: int, rng) -> dict:
+    """case -> [draws]: the largest share of its limit that any tensor of a sixth run reaches."""
+    factor = 2.0 if precision == "f32" else 1.25
+    slack = lambda n: next((s for most, s in ((1, 3.0), (3, 2.4), (24, 1.75), (1024, 1.4)) if n <= most), 1 + 4 / 128**0.5)
+    out = {}
+    for case in dict.fromkeys(name.split("/")[0] for _, name, _ in rows):
+        own = [(n, e) for n, name, e in rows if name.split("/")[0] == case and e.max() > 0]
+        picked = np.argsort(rng.random((draws, len(own[0][1]))), axis=1)[:, :6]
+        shares = [e[picked[:, 5]] / np.maximum(e[picked[:, :5]].max(1), 1e-300) / factor / slack(n) for n, e in own]
+        out[case] = np.maximum.reduce(shares)
+    return out
+
+
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--case", default="tiny,softplus,one_kda,one_dsa,streams2_conv2,groups,hf-tiny")
@@ -79,6 +93,12 @@ def main():
             label = f"{low}" if low == high else f"{low}-{high}" if high < 1 << 40 else f"{low}-"
             print(f"{label:>12s} {len(group):8d} {freedom:8.1f} " + " ".join(f"{np.quantile(drawn, q):8.2f}" for q in QUANTILES) +
                   f" {drawn.max():8.2f} {gaussian(low, QUANTILES[-1], rng):9.2f}")
+    print("\nruns with a tensor over its limit, and 1 in 1000 above")
+    for precision, rows in seen.items():
+        cases = over_limits(rows, precision, 5 * a.draws, rng)
+        every = np.concatenate(list(cases.values()))
+        print(f"{precision}: all {np.mean(every > 1):.4f} {np.quantile(every, 0.999):.2f}; " +
+              ", ".join(f"{case} {np.mean(share > 1):.4f}" for case, share in cases.items()))
     return 0
 
 

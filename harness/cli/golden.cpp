@@ -265,18 +265,38 @@ int run_command_golden_verify(const GoldenOptions& options, const Context& conte
   }
   Progress progress(context.quiet ? Progress::Mode::kQuiet : Progress::Mode::kAuto);
   if (!options.fresh_seeds.empty()) {
-    bool pass = true;
+    std::vector<GoldenVerifyResult> results;
     Json list = Json::array();
     for (const int64_t seed : options.fresh_seeds) {
-      const GoldenVerifyResult result = verify_fresh(options, seed, progress);
-      pass = pass && result.pass();
-      list.push_back(to_json(result));
+      results.push_back(verify_fresh(options, seed, progress));
+      list.push_back(to_json(results.back()));
       list.back()["seed"] = seed;
       if (context.json) continue;
       print(fmt::format("seed {}\n", seed));
-      print_table(result);
+      print_table(results.back());
     }
-    if (context.json) print(Json{{"pass", pass}, {"seeds", list}}.dump(2) + "\n");
+    const bool pass = fresh_pass(results);
+    Json over = Json::object();
+    for (const auto& [policy, tied] : tied_cases(results)) {
+      over[policy] = {{"cases", tied.cases},
+                      {"over", tied.over},
+                      {"allowed", golden::tied_cases_allowed(tied.cases)},
+                      {"worst_excess", tied.worst}};
+      if (context.json) continue;
+      print(fmt::format("{}: {} of {} cases over a limit (near ties: at most {}){}\n",
+                        policy,
+                        tied.over,
+                        tied.cases,
+                        golden::tied_cases_allowed(tied.cases),
+                        tied.over == 0
+                            ? ""
+                            : fmt::format(", the furthest {:.2f} times it (at most {}): {}",
+                                          tied.worst,
+                                          golden::kTiedCaseExcess,
+                                          tied.worst_name)));
+    }
+    if (context.json)
+      print(Json{{"pass", pass}, {"over_limit", over}, {"seeds", list}}.dump(2) + "\n");
     if (!context.json) print(pass ? "fresh goldens agree\n" : "fresh goldens DIFFER\n");
     return pass ? 0 : 1;
   }

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <map>
 
 #include "golden/store/golden_case.hpp"
 #include "harness/launch/workload.hpp"
@@ -63,18 +62,59 @@ void add_ratios(const GoldenVerifyRow& row,
   }
 }
 
-}  // namespace
+bool is_wrong(const Comparison& comparison) {
+  return comparison.status == Status::kFail || comparison.status == Status::kError;
+}
 
-bool GoldenVerifyResult::pass() const {
-  for (const GoldenVerifyRow& row : rows) {
-    for (const Comparison& comparison : row.comparisons) {
-      if (comparison.status == Status::kFail || comparison.status == Status::kError) return false;
-    }
-  }
-  for (const golden::RatioSummary& summary : {bf16, bf16_replay}) {
+bool medians_pass(const GoldenVerifyResult& result) {
+  for (const golden::RatioSummary& summary : {result.bf16, result.bf16_replay}) {
     if (summary.num_rows > 0 && summary.median > golden::kMedianRatioLimit) return false;
   }
   return true;
+}
+
+}  // namespace
+
+bool GoldenVerifyResult::pass() const {
+  return medians_pass(*this) && std::all_of(rows.begin(), rows.end(), [](const auto& row) {
+           return std::none_of(row.comparisons.begin(), row.comparisons.end(), is_wrong);
+         });
+}
+
+std::map<std::string, TiedCases> tied_cases(const std::vector<GoldenVerifyResult>& fresh) {
+  std::map<std::string, TiedCases> out;
+  for (const GoldenVerifyResult& result : fresh) {
+    for (const GoldenVerifyRow& row : result.rows) {
+      if (row.comparisons.empty() || row.width != model::Width::kBFloat16) continue;
+      TiedCases& tied = out[row.policy];
+      ++tied.cases;
+      double worst = 0;
+      for (const Comparison& comparison : row.comparisons) {
+        if (comparison.status == Status::kFail) worst = std::max(worst, comparison.ratio());
+        if (comparison.status == Status::kFail && comparison.ratio() > tied.worst) {
+          tied.worst = comparison.ratio();
+          tied.worst_name = row.golden_case + "/" + comparison.what;
+        }
+      }
+      if (worst > 0) ++tied.over;
+    }
+  }
+  return out;
+}
+
+bool fresh_pass(const std::vector<GoldenVerifyResult>& fresh) {
+  for (const GoldenVerifyResult& result : fresh) {
+    if (!medians_pass(result)) return false;
+    for (const GoldenVerifyRow& row : result.rows) {
+      for (const Comparison& comparison : row.comparisons) {
+        const bool by_rate =
+            row.width == model::Width::kBFloat16 && comparison.status == Status::kFail;
+        if (is_wrong(comparison) && !by_rate) return false;
+      }
+    }
+  }
+  const auto tied = tied_cases(fresh);
+  return std::all_of(tied.begin(), tied.end(), [](const auto& one) { return one.second.pass(); });
 }
 
 void verify_hashes(const GoldenVerifyPlan& plan) {
@@ -96,7 +136,10 @@ GoldenVerifyResult verify_goldens(const GoldenVerifyPlan& plan,
     if (!wanted(plan, entry.name)) continue;
     const golden::GoldenCase stored(plan.data / entry.file);
     if (!is_model_case(stored)) {
-      result.rows.push_back({entry.name, "", "an operator case, checked by the unit tests", {}});
+      GoldenVerifyRow row;
+      row.golden_case = entry.name;
+      row.skipped = "an operator case, checked by the unit tests";
+      result.rows.push_back(std::move(row));
       continue;
     }
     const Workload work = golden_workload(stored);
@@ -123,14 +166,17 @@ GoldenVerifyResult verify_goldens(const GoldenVerifyPlan& plan,
                                            run.replay.empty() ? std::vector<Tensor>{} : choice);
       const Side left{policy, &run, &output, nullptr},
           right{"golden:" + entry.name + "/f64", nullptr, nullptr, &stored};
-      GoldenVerifyRow row{entry.name, policy, {}, {}};
+      const model::Width width = numerics_of(run).width();
+      GoldenVerifyRow row;
+      row.golden_case = entry.name;
+      row.policy = policy;
+      row.width = width;
       for (const char* what : {"logits", "logprobs", "loss", "grads", "trace:*"}) {
         CompareSpec spec;
         spec.what = what;
         spec.golden_limit = true;
         row.comparisons.push_back(compare_sides(spec, left, right));
       }
-      const model::Width width = numerics_of(run).width();
       const bool replays = !run.replay.empty();
       add_ratios(row, stored, width, replays, replays ? replayed[width] : ratios[width]);
       say(fmt::format("{} {}: {:.1f} s", entry.name, policy, output.seconds));

@@ -467,6 +467,12 @@ TEST(Limits, AreDerivedFromTheReferencesOwnErrors) {
   EXPECT_EQ(few_runs_slack(1024), 1.4);
   EXPECT_EQ(few_runs_slack(1025), 1.0);
   EXPECT_THROW((void)few_runs_slack(0), Error);
+  // 1 - 0.955^1 = 0.045 and 0.045^2: one tie in one case may be, two in two as well.
+  EXPECT_EQ(tied_cases_allowed(0), 0);
+  EXPECT_EQ(tied_cases_allowed(1), 1);
+  EXPECT_EQ(tied_cases_allowed(2), 2);
+  EXPECT_EQ(tied_cases_allowed(19), 5);
+  EXPECT_EQ(tied_cases_allowed(57), 8);
   const auto s =
       summarize_ratios({{"a", 1.0, 2.0}, {"b", 3.0, 2.0}, {"c", 0.0, 0.0}, {"d", 1.0, 1.0}});
   EXPECT_EQ(s.num_rows, 3);
