@@ -175,6 +175,7 @@ void add_run_commands(Program& p) {
   worker->add_option("--comm-timeout-ms", p.worker.comm_timeout_ms);
   worker->add_option("--run", p.worker.run)->required();
   worker->add_option("--out", p.worker.out)->required();
+  worker->add_option("--replay", p.worker.replay);
 }
 
 void add_file_commands(Program& p) {

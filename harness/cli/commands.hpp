@@ -132,6 +132,7 @@ int run_command_doctor(const DoctorOptions& options, const Context& context);
 /// Hidden: the ranks of one run of one scenario, started by `run`.
 struct WorkerOptions {
   std::filesystem::path scenario, out;
+  std::filesystem::path replay;  ///< folder of the run whose experts are taken; empty: own choice
   std::vector<std::string> sets;
   int64_t point = 0;
   int64_t comm_timeout_ms = 300000;  ///< until the scenario is read

@@ -206,10 +206,14 @@ int run_command_worker(const WorkerOptions& options, const Context& context) {
     const parallel::Mesh mesh = parallel::Mesh::create(session.world(), run->topology);
     const bool first = session.world().rank() == 0;
     const Workload work = load_workload(scenario);
-    const RunOutput output =
-        execute_run(*run, work, mesh, [&](int64_t done, int64_t total, const char*) {
+    const RunOutput output = execute_run(
+        *run,
+        work,
+        mesh,
+        [&](int64_t done, int64_t total, const char*) {
           if (first) print(fmt::format("step {} {}\n", done, total));
-        });
+        },
+        replay_from(options.replay, *work.source));
     if (first) save_run(options.out, *run, output);
     return 0;
   });

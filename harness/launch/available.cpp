@@ -40,6 +40,7 @@ std::string option_problem(const RunSpec& run) {
                                  {"recompute", run.recompute},
                                  {"reference_ops", run.reference_ops},
                                  {"stream_layers", run.stream_layers},
+                                 {"replay", !run.replay.empty()},
                                  {"cp_cuts", !run.cp_cuts.empty()}});
     if (name != nullptr) {
       return fmt::format("{} belongs to the trainer; leave it out of a run of the inference engine",

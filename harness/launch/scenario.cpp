@@ -135,6 +135,38 @@ void check_compare(const Scenario& scenario, const CompareSpec& compare) {
                  compare.right);
 }
 
+/// Runs that replay come last, and those they replay keep their expert choice.
+void settle_replay(Scenario& scenario) {
+  std::vector<std::string> names;
+  for (const RunSpec& run : scenario.runs) names.push_back(run.name);
+  for (const RunSpec& run : scenario.runs) {
+    if (run.replay.empty()) continue;
+    RunSpec* source = nullptr;
+    for (RunSpec& other : scenario.runs)
+      if (other.name == run.replay && other.name != run.name) source = &other;
+    LOCKSTEP_CHECK(
+        source != nullptr,
+        kInput,
+        "scenario {}: replay = \"{}\": there is no other run of that name; runs are {}{}",
+        run.where,
+        run.replay,
+        fmt::join(names, ", "),
+        did_you_mean(run.replay, names));
+    LOCKSTEP_CHECK(source->replay.empty(),
+                   kInput,
+                   "scenario {}: replay = \"{}\": that run takes the choice of {} itself; name {}",
+                   run.where,
+                   run.replay,
+                   source->replay,
+                   source->replay);
+    if (source->trace != "*" && source->trace.find(kExpertsTrace) == std::string::npos)
+      source->trace += fmt::format("{}{}", source->trace.empty() ? "" : ",", kExpertsTrace);
+  }
+  std::stable_partition(scenario.runs.begin(), scenario.runs.end(), [](const RunSpec& run) {
+    return run.replay.empty();
+  });
+}
+
 Scenario read_scenario(const TomlDocument& document) {
   Scenario scenario;
   scenario.file = document.file();
@@ -213,6 +245,7 @@ Scenario read_scenario(const TomlDocument& document) {
                  kInput,
                  "scenario {}: has no run; write a [run.NAME] table",
                  document.file().string());
+  settle_replay(scenario);
   for (const CompareSpec& compare : scenario.compares) check_compare(scenario, compare);
   return scenario;
 }

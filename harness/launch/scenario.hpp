@@ -6,6 +6,7 @@
 #include <map>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -32,6 +33,9 @@ struct DataSpec {
   uint64_t seed = 0;
   std::string where;
 };
+
+/// Modules whose outputs are the expert choice of a run.
+inline constexpr std::string_view kExpertsTrace = "*.mlp.gate.experts";
 
 struct RunSpec {
   std::string name;

@@ -270,8 +270,16 @@ const KeyRow kRows[] = {
      [](T& t, const V& v) { t.run->prefill_chunk = v.integer(0); }},
     {{"run.NAME", "page_size", KeyType::kInteger, "0", "tokens", "latent cache page; 0: engine's"},
      [](T& t, const V& v) { t.run->page_size = v.integer(0); }},
-    {{"run.NAME", "replay", KeyType::kText, "", "", "run whose expert choice is replayed"},
-     [](T&, const V& v) { later(v, "router replay from an inference run"); }},
+    {{"run.NAME",
+      "replay",
+      KeyType::kText,
+      "",
+      "",
+      "run of either engine whose expert choice the trainer takes instead of its own (sets D68)"},
+     [](T& t, const V& v) {
+       t.run->replay = v.text();
+       t.run->numerics.emplace_back("D68", "replay");
+     }},
     {{"run.NAME",
       "weights_from",
       KeyType::kText,

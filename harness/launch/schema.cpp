@@ -77,6 +77,7 @@ const std::vector<MetricInfo>& metrics() {
        "mean over tokens of exp(l) - l - 1, l = left - right log-probability",
        false,
        "logprobs"},
+      {kSameChoice, "", "share of rows that chose the same experts or keys", true, "trace"},
   };
   return table;
 }

@@ -48,6 +48,9 @@ struct MetricInfo {
       fits;  ///< subjects it makes sense for, separated by spaces: "logits logprobs ..."
 };
 const std::vector<MetricInfo>& metrics();
+/// The metric of expert and pool choices, which are whole numbers; no other measures them, and it
+/// measures nothing else.
+inline constexpr std::string_view kSameChoice = "same_choice";
 /// Null when there is no such metric.
 const MetricInfo* find_metric(std::string_view name) noexcept;
 

@@ -139,13 +139,16 @@ Measured measure_item(std::string_view metric,
   if (got.sketch) return measure_sketch(metric, want, *got.sketch, name);
   if (!got.values.is_floating_point()) {
     const golden::SetComparison sets = golden::compare_sets(got.values, want.values, name);
-    return {sets.num_rows == 0
-                ? 0.0
-                : static_cast<double>(sets.num_rows_different) / static_cast<double>(sets.num_rows),
+    const double different = sets.num_rows == 0 ? 0.0
+                                                : static_cast<double>(sets.num_rows_different) /
+                                                      static_cast<double>(sets.num_rows);
+    if (metric == kSameChoice) return {1 - different, 1, sets.first, true};
+    return {different,
             1,
             sets.num_rows_different == 0 ? "equal sets" : "rows with another choice; " + sets.first,
             false};
   }
+  if (metric == kSameChoice) return {0, 1, "no choice", false};
   Tensor left = got.values;
   if (left.sizes() != want.values.sizes() && left.numel() == want.values.numel()) {
     left = left.reshape(want.values.sizes());
@@ -225,6 +228,7 @@ void compare_named(const CompareSpec& spec, const Side& left, const Side& right,
     const Item got = named_subject(left, spec.what, name),
                want = named_subject(right, spec.what, name);
     const Measured measured = measure_item(spec.metric, got, want, name);
+    if (!measured.judged && spec.metric == kSameChoice) continue;
     Detail detail;
     detail.name = name;
     detail.metric = measured.judged ? spec.metric : "rows_different";
@@ -244,11 +248,16 @@ void compare_named(const CompareSpec& spec, const Side& left, const Side& right,
   }
   LOCKSTEP_CHECK(worst != nullptr,
                  kInput,
-                 "compare of {}: only selections and expert choices have such names, which are "
-                 "listed but not judged; name a module with activations",
-                 spec.what);
+                 "compare of {}: metric {} measures nothing of such names; same_choice is for "
+                 "\"*.mlp.gate.experts\" and \"*.indexer\", the others are for activations",
+                 spec.what,
+                 spec.metric);
   out.value = worst->value;
   out.limit = worst->limit;
+  if (spec.metric == kSameChoice) {
+    if (worst->value < 1) out.first_divergence = fmt::format("{}: {}", worst->name, worst->note);
+    return;
+  }
   const Item got = named_subject(left, spec.what, worst->name),
              want = named_subject(right, spec.what, worst->name);
   if (!got.sketch && !want.sketch && got.values.sizes() == want.values.sizes()) {

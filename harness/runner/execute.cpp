@@ -162,4 +162,9 @@ std::vector<Tensor> expert_choice(const RunOutput& output, const model::ModelCon
   return choice;
 }
 
+std::vector<Tensor> replay_from(const std::filesystem::path& folder,
+                                const model::WeightSource& source) {
+  return folder.empty() ? std::vector<Tensor>{} : expert_choice(load_run(folder), source.config());
+}
+
 }  // namespace lockstep::harness

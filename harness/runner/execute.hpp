@@ -1,6 +1,7 @@
 // Carrying out one run on the ranks of a mesh.
 #pragma once
 
+#include <filesystem>
 #include <functional>
 
 #include "harness/launch/workload.hpp"
@@ -11,9 +12,9 @@ namespace lockstep::harness {
 
 using StepCallback = std::function<void(int64_t done, int64_t total, const char* what)>;
 
-/// Runs the engine that the run names. Every rank of the mesh calls it; the result is complete on each. Throws
-/// kInternal when ranks that must agree (loss and gradients) hold different bytes, and whatever the
-/// engine throws. `replay`: see TrainerOptions.
+/// Runs the engine that the run names. Every rank of the mesh calls it; the result is complete on
+/// each. Throws kInternal when ranks that must agree (loss and gradients) hold different bytes, and
+/// whatever the engine throws. `replay`: see TrainerOptions.
 RunOutput execute_run(const RunSpec& run,
                       const Workload& work,
                       const parallel::Mesh& mesh,
@@ -26,5 +27,8 @@ void check_topology(const RunSpec& run, const model::ModelConfig& config);
 
 /// The expert choice of a run that traced "*.mlp.gate.experts", for a run that replays it.
 std::vector<Tensor> expert_choice(const RunOutput& output, const model::ModelConfig& config);
+/// The same of a run that save_run() left in `folder`; nothing where that is empty.
+std::vector<Tensor> replay_from(const std::filesystem::path& folder,
+                                const model::WeightSource& source);
 
 }  // namespace lockstep::harness

@@ -155,7 +155,7 @@ GoldenVerifyResult verify_goldens(const GoldenVerifyPlan& plan,
         own.policy = "float64";
         std::erase(own.numerics, std::pair<std::string, std::string>("D68", "replay"));
         own.grads = false;
-        own.trace = "*.mlp.gate.experts";
+        own.trace = kExpertsTrace;
         choice =
             expert_choice(execute_run(own, work, parallel::Mesh::single()), work.source->config());
       }

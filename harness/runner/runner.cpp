@@ -48,6 +48,7 @@ std::string fingerprint(const Scenario& scenario, const RunSpec& run) {
                       model::to_string(run.topology));
   for (const auto& [id, value] : run.numerics) text += fmt::format("{}={}|", id, value);
   for (const int64_t cut : run.cp_cuts) text += fmt::format("{};", cut);
+  if (!run.replay.empty()) text += "|" + fingerprint(scenario, *scenario.find_run(run.replay));
   return text;
 }
 
@@ -142,12 +143,17 @@ RunOutput ScenarioRun::compute(const ScenarioPoint& point,
       options_.progress->step(done, total, what);
   };
   parallel::set_comm_timeout_ms(point.scenario.comm_timeout_ms);
+  const fs::path replayed =
+      run.replay.empty()
+          ? fs::path()
+          : done_.at(fingerprint(point.scenario, *point.scenario.find_run(run.replay)));
   if (ranks == 1) {
     std::optional<Error> error;
     RunOutput output;
     if (world_.rank() == 0) {
       try {
-        output = execute_run(run, work, parallel::Mesh::single(), step);
+        output = execute_run(
+            run, work, parallel::Mesh::single(), step, replay_from(replayed, *work.source));
         save_run(folder, run, output);
       } catch (const Error& caught) {
         error = caught;
@@ -160,7 +166,8 @@ RunOutput ScenarioRun::compute(const ScenarioPoint& point,
   if (options_.session->under_mpi()) {
     const parallel::Mesh mesh = parallel::Mesh::create(world_, run.topology);
     RunOutput output;
-    if (mesh.active()) output = execute_run(run, work, mesh, step);
+    if (mesh.active())
+      output = execute_run(run, work, mesh, step, replay_from(replayed, *work.source));
     if (world_.rank() == 0) save_run(folder, run, output);
     agree(std::nullopt);
     return output;
@@ -176,6 +183,7 @@ RunOutput ScenarioRun::compute(const ScenarioPoint& point,
                                         run.name,
                                         "--out",
                                         folder.string()};
+  if (!replayed.empty()) arguments.insert(arguments.end(), {"--replay", replayed.string()});
   for (const std::string& set : options_.sets) {
     arguments.emplace_back("--set");
     arguments.push_back(set);

@@ -66,6 +66,32 @@ void expect_error(const std::string& text,
   }
 }
 
+TEST(Scenario, RunsThatReplayComeAfterTheirSourceWhichKeepsItsChoice) {
+  const std::string text = with("[run.cp2]", "[run.aa]\nreplay = \"cp2\"\n\n[run.cp2]");
+  const Scenario s = parse(text).points[0].scenario;
+  ASSERT_EQ(s.runs.size(), 3U);
+  EXPECT_EQ(s.runs.back().name, "aa");
+  EXPECT_THAT(s.runs.back().numerics,
+              ::testing::Contains(std::pair<std::string, std::string>("D68", "replay")));
+  EXPECT_EQ(s.find_run("cp2")->trace, "layers.*,*.mlp.gate.experts");
+  EXPECT_EQ(s.find_run("cp1")->trace, "");
+  expect_error(with("[run.cp2]", "[run.aa]\nreplay = \"cp3\"\n\n[run.cp2]"),
+               ErrorKind::kInput,
+               {"cp3", "no other run", "did you mean"});
+  expect_error(with("[run.cp2]", "[run.aa]\nreplay = \"aa\"\n\n[run.cp2]"),
+               ErrorKind::kInput,
+               {"no other run"});
+  expect_error(
+      with("[run.cp2]", "[run.aa]\nreplay = \"bb\"\n\n[run.bb]\nreplay = \"cp2\"\n\n[run.cp2]"),
+      ErrorKind::kInput,
+      {"name cp2"});
+  expect_error(
+      with("[run.cp2]",
+           "[run.aa]\nengine = \"inference\"\npolicy = \"float64\"\nreplay = \"cp2\"\n\n[run.cp2]"),
+      ErrorKind::kConfig,
+      {"replay belongs to the trainer"});
+}
+
 TEST(Scenario, GoodFileIsReadInFull) {
   const ScenarioSet set = parse(kGood);
   ASSERT_EQ(set.points.size(), 1U);
