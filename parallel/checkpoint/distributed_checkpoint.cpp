@@ -26,7 +26,14 @@ constexpr const char* kWeightsFile = "model.safetensors";
 
 std::string_view optimizer_name(const Optimizer* optimizer) {
   if (optimizer == nullptr) return "none";
-  return optimizer->options().kind == OptimizerKind::kAdamW ? "adamw" : "sgd";
+  switch (optimizer->options().kind) {
+    case OptimizerKind::kAdamW:
+      return "adamw";
+    case OptimizerKind::kMuon:
+      return "muon";
+    default:
+      return "sgd";
+  }
 }
 
 std::string moment_file(std::string_view moment) { return fmt::format("{}.safetensors", moment); }
@@ -74,8 +81,11 @@ std::vector<Part> files_of(const TrainingParts& parts, const std::vector<Placeme
     };
     add(files[0], shard.value);
     if (!shard.spec.trainable) continue;
-    for (size_t m = 0; m < moments.size(); ++m)
-      add(files[m + 1], parts.optimizer->state(shard.spec.name).at(std::string(moments[m])));
+    const std::map<std::string, Tensor>& state = parts.optimizer->state(shard.spec.name);
+    for (size_t m = 0; m < moments.size(); ++m) {
+      const auto found = state.find(std::string(moments[m]));
+      if (found != state.end()) add(files[m + 1], found->second);
+    }
   }
   return files;
 }
@@ -277,16 +287,19 @@ void save_checkpoint(const std::string& folder,
 std::vector<std::pair<std::string, uint64_t>> checkpoint_files(const model::ModelConfig& config,
                                                                const model::Numerics& num,
                                                                OptimizerKind optimizer) {
-  std::vector<model::TensorToWrite> weights, moments;
+  std::vector<model::TensorToWrite> weights;
+  std::map<std::string_view, std::vector<model::TensorToWrite>> moments;
   for (const ParamSpec& spec : parameter_specs(config, num, model::Topology{}, Coordinates{})) {
     weights.push_back(
         {spec.name, spec.trainable ? num.acc() : spec.compute_dtype, spec.shape, nullptr});
-    if (spec.trainable) moments.push_back(weights.back());
+    if (!spec.trainable) continue;
+    for (const std::string_view moment : Optimizer::state_names(optimizer, spec))
+      moments[moment].push_back(weights.back());
   }
   std::vector<std::pair<std::string, uint64_t>> files{
       {kWeightsFile, layout_of(weights).file_bytes}};
   for (const std::string_view moment : Optimizer::state_names(optimizer))
-    files.emplace_back(moment_file(moment), layout_of(moments).file_bytes);
+    files.emplace_back(moment_file(moment), layout_of(moments[moment]).file_bytes);
   return files;
 }
 
@@ -324,12 +337,9 @@ TrainingState load_checkpoint(const std::string& folder, const TrainingParts& pa
     for (size_t i = 0; i < placed.size(); ++i) {
       if (!shards[i].spec.trainable) continue;
       const std::string& name = shards[i].spec.name;
-      read_rows(moments,
-                folder,
-                name,
-                placed[i],
-                shards[i],
-                parts.optimizer->state(name).at(std::string(moment)));
+      std::map<std::string, Tensor>& own = parts.optimizer->state(name);
+      const auto found = own.find(std::string(moment));
+      if (found != own.end()) read_rows(moments, folder, name, placed[i], shards[i], found->second);
     }
   }
   parts.optimizer->set_num_steps(json.value("optimizer_steps", state.step));

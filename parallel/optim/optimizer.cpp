@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "model/base/tensor_memory.hpp"
+#include "parallel/optim/muon.hpp"
 #include "parallel/optim/update.hpp"
 
 namespace lockstep::parallel {
@@ -74,7 +75,11 @@ double square_sum(const Tensor& grad) {
 Optimizer::Optimizer(ShardedParameters& params, const Mesh& mesh, OptimizerOptions options)
     : params_(params), mesh_(mesh), options_(options) {
   set_lr(options.lr);
-  for (const double beta : {options.beta1, options.beta2}) {
+  LOCKSTEP_CHECK(options.kind != OptimizerKind::kMuon || mesh.tp().size() == 1,
+                 kConfig,
+                 "optimizer: Muon needs whole matrices, which tp = {} splits; use tp = 1 or AdamW",
+                 mesh.tp().size());
+  for (const double beta : {options.beta1, options.beta2, options.momentum}) {
     LOCKSTEP_CHECK(beta >= 0 && beta < 1, kConfig, "optimizer: beta = {} must be in [0, 1)", beta);
   }
   LOCKSTEP_CHECK(options.clip_norm >= 0 && options.eps >= 0 && options.weight_decay >= 0,
@@ -87,7 +92,7 @@ Optimizer::Optimizer(ShardedParameters& params, const Mesh& mesh, OptimizerOptio
   for (const Shard& shard : params_.shards()) {
     if (!shard.spec.trainable) continue;
     auto& state = state_[shard.spec.name];
-    for (const std::string_view name : state_names(options.kind))
+    for (const std::string_view name : state_names(options.kind, shard.spec))
       state.emplace(name, at::zeros_like(shard.value));
   }
 }
@@ -101,8 +106,20 @@ void Optimizer::set_lr(double lr) {
 }
 
 std::vector<std::string_view> Optimizer::state_names(OptimizerKind kind) {
-  if (kind == OptimizerKind::kAdamW) return {"exp_avg", "exp_avg_sq"};
-  return {};
+  switch (kind) {
+    case OptimizerKind::kAdamW:
+      return {"exp_avg", "exp_avg_sq"};
+    case OptimizerKind::kMuon:
+      return {"exp_avg", "exp_avg_sq", "momentum"};
+    default:
+      return {};
+  }
+}
+
+std::vector<std::string_view> Optimizer::state_names(OptimizerKind kind, const ParamSpec& spec) {
+  if (kind != OptimizerKind::kMuon) return state_names(kind);
+  if (muon_matrices(spec) != MuonMatrices::kNone) return {"momentum"};
+  return state_names(OptimizerKind::kAdamW);
 }
 
 std::map<std::string, Tensor>& Optimizer::state(const std::string& parameter) {
@@ -145,16 +162,45 @@ double Optimizer::grad_norm() const {
   return std::sqrt(sum.item<double>());
 }
 
+/// Moves the momentum; the shard's step of rate 1, in the masters' dtype.
+Tensor Optimizer::muon_direction(const Shard& shard, double clip_factor) {
+  const MemoryScope memory(MemoryKind::kActivations);
+  const Tensor& momentum = state_.at(shard.spec.name).at("momentum");
+  momentum.mul_(options_.momentum);
+  if (shard.grad.defined()) momentum.add_(shard.grad, clip_factor);
+  const std::vector<int64_t>& shape = shard.spec.shape;
+  Tensor direction;
+  int64_t rows = shape[shape.size() - 2];
+  switch (muon_matrices(shard.spec)) {
+    case MuonMatrices::kRows:
+      rows = 1;
+      direction = orthogonalised(momentum.unsqueeze(1)).squeeze(1);
+      break;
+    case MuonMatrices::kStack:
+      direction = orthogonalised(momentum);
+      break;
+    default:
+      direction = orthogonalised(params_.gather(shard, momentum))
+                      .narrow(0, shard.begin, shard.end - shard.begin);
+  }
+  const double scale = 0.2 * std::sqrt(static_cast<double>(std::max(rows, shape.back())));
+  return direction.to(momentum.scalar_type()).mul(scale).contiguous();
+}
+
 /// Moves one shard. Returns how many elements stayed the same.
 int64_t Optimizer::update(Shard& shard, double clip_factor) {
-  const Tensor grad =
-      shard.grad.defined() ? shard.grad.to(shard.value.scalar_type()).contiguous() : Tensor();
+  const bool muon =
+      options_.kind == OptimizerKind::kMuon && muon_matrices(shard.spec) != MuonMatrices::kNone;
+  const Tensor grad = muon                   ? muon_direction(shard, clip_factor)
+                      : shard.grad.defined() ? shard.grad.to(shard.value.scalar_type()).contiguous()
+                                             : Tensor();
   const double shrink = 1 - options_.lr * options_.weight_decay;
   const auto steps = static_cast<double>(num_steps_);
   return with_type(shard.value, [&]<typename T>(T*) {
     const int64_t count = shard.value.numel();
     const auto* g = grad.defined() ? static_cast<const T*>(grad.const_data_ptr()) : nullptr;
     auto* value = static_cast<T*>(shard.value.mutable_data_ptr());
+    if (muon) return sgd_step(shrink, -options_.lr, count, g, value);
     if (options_.kind == OptimizerKind::kSgd)
       return sgd_step(shrink, -options_.lr * clip_factor, count, g, value);
     const auto moment = [&](const char* name) {

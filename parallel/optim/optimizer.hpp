@@ -12,12 +12,17 @@
 
 namespace lockstep::parallel {
 
-enum class OptimizerKind : uint8_t { kAdamW, kSgd };
+enum class OptimizerKind : uint8_t {
+  kAdamW,
+  kSgd,
+  kMuon,  ///< matrices, see muon_matrices(); the rest as AdamW
+};
 
 struct OptimizerOptions {
   OptimizerKind kind = OptimizerKind::kAdamW;
   double lr = 1e-6;
   double beta1 = 0.9, beta2 = 0.999, eps = 1e-8;
+  double momentum = 0.95;      ///< of Muon's matrices
   double weight_decay = 0.01;  ///< decoupled: value *= 1 - lr * weight_decay, before the update
   double clip_norm = 1.0;      ///< gradients are scaled to at most this global norm; 0: not clipped
 };
@@ -32,14 +37,15 @@ struct OptimizerStep {
 class Optimizer {
  public:
   /// `params` needs ShardOptions::masters. Both must outlive the optimizer. Throws kConfig for a
-  /// rate that is negative or not finite, betas outside [0, 1).
+  /// rate that is negative or not finite, betas outside [0, 1), Muon with tp > 1.
   Optimizer(ShardedParameters& params, const Mesh& mesh, OptimizerOptions options);
 
   /// One step with Shard::grad (undefined: zero), which is left as it is. Arithmetic in float64 per
   /// element, moments and masters stored in their dtype. Collective: the norm is a sum over the
   /// shards of one replica in ascending order, so all ranks clip by the same factor; for exact
   /// gradients it does not depend on how they are sharded. Throws kInput when the norm is not
-  /// finite, naming the first parameter that holds such a value; nothing is changed then.
+  /// finite, naming the first parameter that holds such a value; nothing is changed then. Muon
+  /// gathers the momentum of matrices that are sharded by rows, and every rank makes it orthogonal.
   OptimizerStep step();
 
   /// Global norm alone.
@@ -50,14 +56,17 @@ class Optimizer {
   void set_lr(double lr);
   [[nodiscard]] const OptimizerOptions& options() const { return options_; }
 
-  /// Moments of one parameter by name ("exp_avg", "exp_avg_sq"), each shaped like its shard, zero
-  /// before the first step. Empty for frozen parameters.
+  /// Moments of one parameter by name ("exp_avg", "exp_avg_sq", "momentum"), shaped like its shard,
+  /// zero before the first step. Empty for frozen parameters.
   [[nodiscard]] std::map<std::string, Tensor>& state(const std::string& parameter);
   static std::vector<std::string_view> state_names(OptimizerKind kind);
+  /// Those that a trained parameter has.
+  static std::vector<std::string_view> state_names(OptimizerKind kind, const ParamSpec& spec);
 
  private:
   [[nodiscard]] double exact_grad_norm() const;
   int64_t update(Shard& shard, double clip_factor);
+  [[nodiscard]] Tensor muon_direction(const Shard& shard, double clip_factor);
 
   ShardedParameters& params_;
   const Mesh& mesh_;

@@ -96,8 +96,9 @@ class Step {
       const at::ScalarType kept = spec.trainable ? plan_.num.acc() : spec.compute_dtype;
       if (spec.trainable) {
         time_.add(MemoryKind::kMasters, own * wide_);
-        time_.add(MemoryKind::kMoments,
-                  own * wide_ * static_cast<int64_t>(Optimizer::state_names(optimizer).size()));
+        time_.add(
+            MemoryKind::kMoments,
+            own * wide_ * static_cast<int64_t>(Optimizer::state_names(optimizer, spec).size()));
       } else {
         time_.add(MemoryKind::kWeights, own * size_of(kept));
       }

@@ -11,8 +11,9 @@ namespace lockstep::parallel {
 /// Peaks of a step of the trainer as tensor_memory() counts them: each kind by itself, and all of
 /// them when their sum is largest. `now` is what stays when the step is over. One micro-batch; with
 /// more the gradients are there from the first on. Memory of containers, of the transport and of
-/// threads is in neither. Units are walked as the model walks them: what a layer keeps and needs is
-/// layer_memory's, what is gathered, sent and reduced follows ShardedParameters.
+/// threads, and what Muon gathers, is in neither. Units are walked as the model walks them: what a
+/// layer keeps and needs is layer_memory's, what is gathered, sent and reduced follows
+/// ShardedParameters.
 MemoryUse step_memory(const StepPlan& plan, OptimizerKind optimizer, int64_t rank);
 
 }  // namespace lockstep::parallel

@@ -129,15 +129,23 @@ TEST(Checkpoint, GoingOnEqualsNeverHavingStopped) {
   const SharedFolder folder("resume");
   const parallel::Mesh mesh =
       parallel::Mesh::create(world(), Topology{.fsdp = world().size(), .ep = world().size()});
-  Trainer straight(tiny(), options("float32"), mesh);
-  for (uint64_t s = 0; s < 4; ++s) {
-    straight.train_step({batch(s)});
-    if (s == 1) straight.save(folder / "step-2");
+  for (const auto& [kind, name] : {std::pair(parallel::OptimizerKind::kAdamW, "adamw"),
+                                   std::pair(parallel::OptimizerKind::kMuon, "muon")}) {
+    harness::TrainerOptions with = options("float32");
+    with.optimizer->kind = kind;
+    Trainer straight(tiny(), with, mesh);
+    for (uint64_t s = 0; s < 4; ++s) {
+      straight.train_step({batch(s)});
+      if (s == 1) straight.save(folder / name);
+    }
+    for (const auto& [file, bytes] :
+         parallel::checkpoint_files(tiny()->config(), with.numerics, kind))
+      EXPECT_EQ(fs::file_size(fs::path(folder / name) / file), bytes) << name << file;
+    Trainer resumed(tiny(), with, mesh);
+    resumed.load(folder / name);
+    for (uint64_t s = 2; s < 4; ++s) resumed.train_step({batch(s)});
+    expect_same(resumed.weights(), straight.weights(), fmt::format("{} resumed: ", name));
   }
-  Trainer resumed(tiny(), options("float32"), mesh);
-  resumed.load(folder / "step-2");
-  for (uint64_t s = 2; s < 4; ++s) resumed.train_step({batch(s)});
-  expect_same(resumed.weights(), straight.weights(), "resumed: ");
 }
 
 TEST(Checkpoint, UnfinishedDamagedAndForeignFoldersAreRefusedAndTheOldOneStays) {

@@ -89,6 +89,24 @@ TEST(Training, FiveStepsEqualOneProcessInFloat64) {
   }
 }
 
+TEST(Training, MuonOnShardsEqualsOneProcessInFloat64) {
+  parallel::OptimizerOptions muon = adamw();
+  muon.kind = parallel::OptimizerKind::kMuon;
+  muon.beta2 = 0.95;
+  const Steps one = train(parallel::Mesh::single(), "float64", muon, 3);
+  EXPECT_LT(one.steps.back().loss, one.steps.front().loss) << "the steps do nothing";
+  for (const Topology& topology : some_topologies()) {
+    const parallel::Mesh mesh = parallel::Mesh::create(world(), topology);
+    if (topology.tp > 1) {
+      EXPECT_THROW(train(mesh, "float64", muon, 1), Error);
+      continue;
+    }
+    const Steps split = train(mesh, "float64", muon, 3);
+    const auto [distance, name] = worst(split.weights, one.weights);
+    EXPECT_LE(distance, 1e-11) << model::to_string(topology) << ": " << name;
+  }
+}
+
 TEST(Training, MicroBatchesAddUpToOneBatch) {
   Topology topology;
   topology.fsdp = world().size();

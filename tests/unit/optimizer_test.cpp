@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "model/base/seeded.hpp"
+#include "parallel/optim/muon.hpp"
 #include "tests/support/compare.hpp"
 
 namespace lockstep::tests {
@@ -93,6 +94,64 @@ TEST(Optimizer, B55WeightDecayAloneShrinksWeights) {
   EXPECT_EQ(last.num_parameters, 64);
   EXPECT_LT(last.num_unchanged, 8) << "a float32 master moves at every step unless it is zero";
   EXPECT_GE(last.num_unchanged, 1) << "zero stays";
+}
+
+TEST(Optimizer, MuonStepsAlongSingularVectors) {
+  const parallel::Mesh mesh = parallel::Mesh::single();
+  OptimizerOptions options = slow();
+  options.kind = parallel::OptimizerKind::kMuon;
+  options.lr = 1e-2;
+  for (const auto& [rows, columns] : {std::pair(24, 7), std::pair(7, 24)}) {
+    const Tensor start =
+        seeded("start", int64_t{rows} * columns, 1.0).to(at::kDouble).view({rows, columns});
+    parallel::ParamSpec spec;
+    spec.name = "weight";
+    spec.shape = start.sizes().vec();
+    spec.compute_dtype = at::kDouble;
+    spec.load_rows = [&](int64_t begin, int64_t end) {
+      return start.narrow(0, begin, end - begin);
+    };
+    ShardedParameters params({spec}, mesh, {.grads = true, .masters = true, .wide = at::kDouble});
+    Optimizer optimizer(params, mesh, options);
+    Tensor exact = start.clone(), momentum = at::zeros_like(start);
+    for (int step = 1; step <= 3; ++step) {
+      const Tensor grad = seeded(("gradient " + std::to_string(step)).c_str(), start.numel(), 0.01)
+                              .to(at::kDouble)
+                              .view({rows, columns});
+      params.shards()[0].grad = grad;
+      optimizer.step();
+      momentum = momentum * 0.95 + grad;
+      auto [u, s, v] = at::linalg_svd(momentum, /*full_matrices=*/false);
+      s = s / (momentum.norm() + 1e-8);
+      for (const auto& [a, b, c] : {std::array{4.0848, -6.8946, 2.9270},
+                                    std::array{3.9505, -6.3029, 2.6377},
+                                    std::array{3.7418, -5.5913, 2.3037},
+                                    std::array{2.8769, -3.1427, 1.2046},
+                                    std::array{2.8366, -3.0525, 1.2012}})
+        s = s * a + s.pow(3) * b + s.pow(5) * c;
+      EXPECT_NEAR(s.min().item<double>(), 1, 0.2) << "not orthogonal";
+      EXPECT_NEAR(s.max().item<double>(), 1, 0.2) << "not orthogonal";
+      exact = exact * (1 - options.lr * options.weight_decay) -
+              u.mul(s).matmul(v) * (options.lr * 0.2 * std::sqrt(24.0));
+    }
+    EXPECT_LE(rel_l2(params.shards()[0].value, exact), 1e-12) << rows << " rows";
+  }
+}
+
+TEST(Optimizer, MuonLeavesVectorsEmbeddingAndHeadToAdamW) {
+  using parallel::MuonMatrices;
+  const auto kind = [](const char* name, std::vector<int64_t> shape) {
+    parallel::ParamSpec spec;
+    spec.name = name;
+    spec.shape = std::move(shape);
+    return parallel::muon_matrices(spec);
+  };
+  EXPECT_EQ(kind("embed_tokens.weight", {32, 8}), MuonMatrices::kNone);
+  EXPECT_EQ(kind("lm_head.weight", {32, 8}), MuonMatrices::kNone);
+  EXPECT_EQ(kind("layers.0.self_attn.A_log", {8}), MuonMatrices::kNone);
+  EXPECT_EQ(kind("layers.0.self_attn.conv1d.weight", {32, 4}), MuonMatrices::kRows);
+  EXPECT_EQ(kind("layers.0.mlp.experts.down_proj", {4, 8, 2}), MuonMatrices::kStack);
+  EXPECT_EQ(kind("layers.0.attn_hc.fn", {24, 32}), MuonMatrices::kWhole);
 }
 
 TEST(Optimizer, AGradientThatIsNotFiniteIsNamedAndNothingChanges) {
