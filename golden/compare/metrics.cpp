@@ -5,8 +5,9 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
-#include <cstring>
 #include <set>
+
+#include "model/base/same_bytes.hpp"
 
 namespace lockstep::golden {
 namespace {
@@ -144,10 +145,7 @@ Comparison compare(const Tensor& got,
   out.num_elements = pair.got.numel();
   out.got_dtype = pair.got_dtype;
   out.want_dtype = pair.want_dtype;
-  out.same_bytes =
-      pair.got_dtype == pair.want_dtype &&
-      (pair.got.nbytes() == 0 ||
-       std::memcmp(pair.got.const_data_ptr(), pair.want.const_data_ptr(), pair.got.nbytes()) == 0);
+  out.same_bytes = pair.got_dtype == pair.want_dtype && same_bytes(pair.got, pair.want);
   out.ulp_dtype = pair.integers ? at::kLong
                   : mantissa_bits(pair.got_dtype) <= mantissa_bits(pair.want_dtype)
                       ? pair.got_dtype

@@ -2,8 +2,7 @@
 
 #include <fmt/ranges.h>
 
-#include <cstring>
-
+#include "model/base/same_bytes.hpp"
 #include "model/layers/parameter_policy.hpp"
 #include "model/ops/fp8_linear.hpp"
 #include "parallel/plan/placement.hpp"
@@ -12,11 +11,6 @@ namespace lockstep::harness {
 namespace {
 
 using model::Switch;
-
-bool same_bytes(const Tensor& a, const Tensor& b) {
-  return a.sizes() == b.sizes() && a.scalar_type() == b.scalar_type() &&
-         std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0;
-}
 
 }  // namespace
 

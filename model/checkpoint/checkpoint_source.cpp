@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <filesystem>
 
+#include "model/base/same_bytes.hpp"
+
 namespace lockstep::model {
 
 CheckpointSource::CheckpointSource(const std::string& folder, ModelConfig config)
@@ -31,12 +33,10 @@ CheckpointSource::CheckpointSource(const std::string& folder, ModelConfig config
 
 void CheckpointSource::check_tied_copy() const {
   const Tensor embed = load("embed_tokens.weight"), head = load("lm_head.weight");
-  LOCKSTEP_CHECK(
-      embed.scalar_type() == head.scalar_type() &&
-          std::memcmp(embed.const_data_ptr(), head.const_data_ptr(), embed.nbytes()) == 0,
-      kInput,
-      "tie_word_embeddings is true but lm_head.weight differs from embed_tokens.weight; "
-      "set it to false, or remove lm_head.weight");
+  LOCKSTEP_CHECK(same_bytes(embed, head),
+                 kInput,
+                 "tie_word_embeddings is true but lm_head.weight differs from embed_tokens.weight; "
+                 "set it to false, or remove lm_head.weight");
 }
 
 std::vector<std::string> CheckpointSource::names() const {

@@ -4,9 +4,9 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cstring>
 #include <filesystem>
 
+#include "model/base/same_bytes.hpp"
 #include "model/checkpoint/checkpoint_source.hpp"
 #include "model/checkpoint/mapped_file.hpp"
 
@@ -110,15 +110,14 @@ void verify(const WeightSource& source,
     const int64_t step = std::max<int64_t>(1, kPieceBytes / std::max<int64_t>(1, row_bytes));
     for (int64_t row = 0; row < p.shape.front(); row += step) {
       const int64_t end = std::min(row + step, p.shape.front());
-      const Tensor a = source.load_rows(p.name, row, end).contiguous();
-      const Tensor b = written.load_rows(p.name, row, end);
-      LOCKSTEP_CHECK(std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0,
-                     kInput,
-                     "{}: {} rows {} to {} read back with other bytes; the disk may be faulty",
-                     folder,
-                     p.name,
-                     row,
-                     end);
+      LOCKSTEP_CHECK(
+          same_bytes(source.load_rows(p.name, row, end), written.load_rows(p.name, row, end)),
+          kInput,
+          "{}: {} rows {} to {} read back with other bytes; the disk may be faulty",
+          folder,
+          p.name,
+          row,
+          end);
     }
     source.release(p.name);
     written.release(p.name);

@@ -3,11 +3,11 @@
 
 #include <gtest/gtest.h>
 
-#include <cstring>
 #include <limits>
 #include <map>
 #include <string>
 
+#include "model/base/same_bytes.hpp"
 #include "model/base/torch.hpp"
 
 namespace lockstep::tests {
@@ -24,13 +24,6 @@ inline double rel_l2(const Tensor& a, const Tensor& b) {
   if (distance == 0) return 0;
   const double value = distance / (scale > 0 ? scale : 1.0);
   return value == value ? value : std::numeric_limits<double>::infinity();
-}
-
-/// Same dtype, shape and bytes; NaN equals NaN only with the same bits.
-inline bool same_bytes(const Tensor& a, const Tensor& b) {
-  if (a.sizes() != b.sizes() || a.scalar_type() != b.scalar_type()) return false;
-  const Tensor x = a.detach().contiguous(), y = b.detach().contiguous();
-  return x.nbytes() == 0 || std::memcmp(x.const_data_ptr(), y.const_data_ptr(), x.nbytes()) == 0;
 }
 
 using Named = std::map<std::string, Tensor>;

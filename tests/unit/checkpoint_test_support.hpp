@@ -4,12 +4,12 @@
 #include <gmock/gmock.h>
 #include <stdlib.h>
 
-#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <map>
 #include <string>
 
+#include "model/base/same_bytes.hpp"
 #include "model/checkpoint/convert.hpp"
 #include "model/checkpoint/safetensors.hpp"
 #include "model/config/json_text.hpp"
@@ -67,12 +67,6 @@ inline void write_checkpoint(const std::string& folder,
   std::filesystem::create_directories(folder);
   std::ofstream(folder + "/config.json") << config;
   write_safetensors_file(folder + "/model.safetensors", tensors);
-}
-
-inline bool same_bytes(const Tensor& a, const Tensor& b) {
-  if (a.scalar_type() != b.scalar_type() || a.sizes() != b.sizes()) return false;
-  const Tensor x = a.contiguous(), y = b.contiguous();
-  return a.numel() == 0 || std::memcmp(x.const_data_ptr(), y.const_data_ptr(), x.nbytes()) == 0;
 }
 
 /// Both sources have the same parameters with the same bytes.

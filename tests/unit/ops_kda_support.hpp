@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "model/base/same_bytes.hpp"
 #include "model/base/seeded.hpp"
 #include "model/config/numerics.hpp"
 
@@ -51,13 +52,6 @@ inline double rel_l2(const Tensor& a, const Tensor& b) {
   const double norm = wide_b.norm().item<double>();
   const double difference = (wide_a - wide_b).norm().item<double>();
   return norm > 0 ? difference / norm : difference;
-}
-
-/// Same dtype, shape and bytes.
-inline bool same_bytes(const Tensor& a, const Tensor& b) {
-  if (a.scalar_type() != b.scalar_type() || a.sizes() != b.sizes()) return false;
-  const Tensor x = a.detach().contiguous(), y = b.detach().contiguous();
-  return std::memcmp(x.const_data_ptr(), y.const_data_ptr(), x.nbytes()) == 0;
 }
 
 /// {0, l0, l0 + l1, ...}

@@ -98,9 +98,9 @@ void expect_close(const KdaResult& got, const KdaResult& want, double bound, dou
 }
 
 bool same_bytes(const KdaResult& a, const KdaResult& b) {
-  bool same = test::same_bytes(a.o, b.o) && test::same_bytes(a.state, b.state);
+  bool same = lockstep::same_bytes(a.o, b.o) && lockstep::same_bytes(a.state, b.state);
   for (size_t i = 0; i < a.grads.size(); ++i) {
-    same = same && test::same_bytes(a.grads[i], b.grads[i]);
+    same = same && lockstep::same_bytes(a.grads[i], b.grads[i]);
   }
   return same;
 }
@@ -302,8 +302,8 @@ TEST(Kda, B07PackedDocumentsEqualDocumentsAloneBitForBit) {
       alone.initial_state = leaf(x.initial_state.slice(0, doc, doc + 1), num.acc());
       alone.cu = {0, lengths[d]};
       const KdaOutput out = kda_chunk(alone, num);
-      EXPECT_TRUE(test::same_bytes(out.o, part(packed.o)));
-      EXPECT_TRUE(test::same_bytes(out.final_state, packed.state.slice(0, doc, doc + 1)));
+      EXPECT_TRUE(lockstep::same_bytes(out.o, part(packed.o)));
+      EXPECT_TRUE(lockstep::same_bytes(out.final_state, packed.state.slice(0, doc, doc + 1)));
       // The same output gradients as the packed run was given.
       const Tensor dout = part(seeded(packed.o.sizes(), "do").to(at::kBFloat16).to(at::kDouble));
       const Tensor dstate = seeded(packed.state.sizes(), "ds").slice(0, doc, doc + 1);
@@ -311,21 +311,21 @@ TEST(Kda, B07PackedDocumentsEqualDocumentsAloneBitForBit) {
           (out.o.to(at::kDouble) * dout).sum() + (out.final_state.to(at::kDouble) * dstate).sum();
       loss.backward();
       if (lengths[d] > 0) {
-        EXPECT_TRUE(test::same_bytes(alone.q.grad(), part(packed.grads[0])));
-        EXPECT_TRUE(test::same_bytes(alone.k.grad(), part(packed.grads[1])));
-        EXPECT_TRUE(test::same_bytes(alone.v.grad(), part(packed.grads[2])));
-        EXPECT_TRUE(test::same_bytes(alone.f.grad(), part(packed.grads[3])));
-        EXPECT_TRUE(test::same_bytes(alone.beta_logit.grad(), part(packed.grads[4])));
+        EXPECT_TRUE(lockstep::same_bytes(alone.q.grad(), part(packed.grads[0])));
+        EXPECT_TRUE(lockstep::same_bytes(alone.k.grad(), part(packed.grads[1])));
+        EXPECT_TRUE(lockstep::same_bytes(alone.v.grad(), part(packed.grads[2])));
+        EXPECT_TRUE(lockstep::same_bytes(alone.f.grad(), part(packed.grads[3])));
+        EXPECT_TRUE(lockstep::same_bytes(alone.beta_logit.grad(), part(packed.grads[4])));
       }
       EXPECT_TRUE(
-          test::same_bytes(alone.initial_state.grad(), packed.grads[7].slice(0, doc, doc + 1)));
+          lockstep::same_bytes(alone.initial_state.grad(), packed.grads[7].slice(0, doc, doc + 1)));
     }
     KdaInput changed = in;
     changed.v = in.v.clone();
     changed.v[3] += 1;
     const KdaResult other = run(kda_chunk, changed, num);
-    EXPECT_TRUE(test::same_bytes(other.o.slice(0, 13), packed.o.slice(0, 13)));
-    EXPECT_FALSE(test::same_bytes(other.o.slice(0, 0, 13), packed.o.slice(0, 0, 13)));
+    EXPECT_TRUE(lockstep::same_bytes(other.o.slice(0, 13), packed.o.slice(0, 13)));
+    EXPECT_FALSE(lockstep::same_bytes(other.o.slice(0, 0, 13), packed.o.slice(0, 0, 13)));
   }
 }
 
@@ -341,7 +341,7 @@ TEST(Kda, PrefixesAreBitEqual) {
       head.*t = (x.*t).slice(0, 0, n);
     }
     head.cu = {0, n};
-    EXPECT_TRUE(test::same_bytes(kda_chunk(head, num).o, whole.slice(0, 0, n))) << n;
+    EXPECT_TRUE(lockstep::same_bytes(kda_chunk(head, num).o, whole.slice(0, 0, n))) << n;
   }
 }
 
@@ -363,8 +363,8 @@ TEST(Kda, HandedOverStateContinuesADocumentBitForBit) {
     };
     const KdaOutput first = piece(0, cut, x.initial_state);
     const KdaOutput second = piece(cut, 1000, first.final_state);
-    EXPECT_TRUE(test::same_bytes(second.o, whole.o.slice(0, cut)));
-    EXPECT_TRUE(test::same_bytes(second.final_state, whole.final_state));
+    EXPECT_TRUE(lockstep::same_bytes(second.o, whole.o.slice(0, cut)));
+    EXPECT_TRUE(lockstep::same_bytes(second.final_state, whole.final_state));
   }
 }
 
@@ -383,11 +383,11 @@ TEST(Kda, B10DecayParameterKeepsItsPrecision) {
   };
   const double step = 1 + std::pow(2.0, -12);
   EXPECT_FALSE(
-      test::same_bytes(output(with_a_log(1), "float32"), output(with_a_log(step), "float32")));
-  EXPECT_FALSE(test::same_bytes(output(with_a_log(1), "fsdp-fp32-islands"),
-                                output(with_a_log(step), "fsdp-fp32-islands")));
-  EXPECT_TRUE(
-      test::same_bytes(output(with_a_log(1), "fsdp-bf16"), output(with_a_log(step), "fsdp-bf16")));
+      lockstep::same_bytes(output(with_a_log(1), "float32"), output(with_a_log(step), "float32")));
+  EXPECT_FALSE(lockstep::same_bytes(output(with_a_log(1), "fsdp-fp32-islands"),
+                                    output(with_a_log(step), "fsdp-fp32-islands")));
+  EXPECT_TRUE(lockstep::same_bytes(output(with_a_log(1), "fsdp-bf16"),
+                                   output(with_a_log(step), "fsdp-bf16")));
 
   // Inputs that bf16 holds exactly, except for A_log.
   KdaInput in = with_a_log(1 + std::pow(2.0, -9));
@@ -505,7 +505,7 @@ TEST(Kda, EverySwitchChangesTheBytes) {
   const Tensor base = output(all.front());
   for (size_t i = 1; i < all.size() && all[i].name() != "fsdp-bf16"; ++i) {
     if (all[i].name() == "hf-bf16+D17=tanh") continue;  // exact tanh: a bf16 sigmoid in both
-    EXPECT_FALSE(test::same_bytes(output(all[i]), base)) << all[i].name();
+    EXPECT_FALSE(lockstep::same_bytes(output(all[i]), base)) << all[i].name();
   }
 }
 
@@ -519,10 +519,10 @@ TEST(Kda, B53RepeatedCallsGiveTheSameBytesAndLeaveInputsAlone) {
     for (const Tensor* t : tensors) copies.push_back(t->detach().clone());
     const KdaOutput first = kda_chunk(in, num), second = kda_chunk(in, num);
     (first.o.to(at::kFloat).sum() + first.final_state.sum()).backward();
-    EXPECT_TRUE(test::same_bytes(first.o, second.o));
-    EXPECT_TRUE(test::same_bytes(first.final_state, second.final_state));
+    EXPECT_TRUE(lockstep::same_bytes(first.o, second.o));
+    EXPECT_TRUE(lockstep::same_bytes(first.final_state, second.final_state));
     for (size_t i = 0; i < tensors.size(); ++i) {
-      EXPECT_TRUE(test::same_bytes(*tensors[i], copies[i])) << kNames[i];
+      EXPECT_TRUE(lockstep::same_bytes(*tensors[i], copies[i])) << kNames[i];
     }
   }
 }
@@ -543,7 +543,7 @@ TEST(Kda, BytesDoNotDependOnThreadsOrStrides) {
     strided.q = merged.slice(1, 0, 3);
     strided.k = merged.slice(1, 3, 6);
     strided.v = merged.slice(1, 6, 9);
-    EXPECT_TRUE(test::same_bytes(kda_chunk(strided, num).o, one.o));
+    EXPECT_TRUE(lockstep::same_bytes(kda_chunk(strided, num).o, one.o));
   }
 }
 

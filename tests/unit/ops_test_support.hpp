@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "model/base/same_bytes.hpp"
 #include "model/base/seeded.hpp"
 #include "model/base/torch.hpp"
 #include "model/config/numerics.hpp"
@@ -48,12 +49,6 @@ inline double rel_l2(const Tensor& got, const Tensor& want) {
   const double d = (got.detach().to(at::kDouble) - w).norm().item<double>();
   const double n = w.norm().item<double>();
   return d == 0 ? 0 : d / n;
-}
-
-inline bool same_bytes(const Tensor& a, const Tensor& b) {
-  const Tensor x = a.contiguous(), y = b.contiguous();
-  return x.sizes() == y.sizes() && x.scalar_type() == y.scalar_type() &&
-         std::memcmp(x.const_data_ptr(), y.const_data_ptr(), x.nbytes()) == 0;
 }
 
 using TensorFunction = std::function<std::vector<Tensor>(const std::vector<Tensor>&)>;
