@@ -7,6 +7,7 @@
 
 #include "harness/cli/commands.hpp"
 #include "harness/launch/schema.hpp"
+#include "harness/result/json_text.hpp"
 #include "harness/result/result.hpp"
 #include "harness/runner/file_compare.hpp"
 
@@ -153,12 +154,11 @@ int run_command_compare(const CompareOptions& options, const Context& context) {
   if (context.json) {
     Json rows = Json::array();
     for (const TensorRow& row : result.rows) rows.push_back(to_json(row));
-    print(Json{{"pass", result.pass()},
-               {"limit", limit},
-               {"tensors", rows},
-               {"only_left", result.only_left},
-               {"only_right", result.only_right}}
-              .dump(2) +
+    print(json_text(Json{{"pass", result.pass()},
+                         {"limit", limit},
+                         {"tensors", rows},
+                         {"only_left", result.only_left},
+                         {"only_right", result.only_right}}) +
           "\n");
     return result.pass() ? 0 : 1;
   }

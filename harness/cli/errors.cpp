@@ -4,6 +4,7 @@
 #include <new>
 #include <nlohmann/json.hpp>
 
+#include "harness/result/json_text.hpp"
 #include "model/base/torch.hpp"
 
 namespace lockstep::harness {
@@ -58,11 +59,10 @@ std::string error_block(const Failure& failure, std::string_view command) {
 }
 
 std::string error_json(const Failure& failure) {
-  return nlohmann::ordered_json{{"error",
-                                 {{"kind", kind_name(failure.kind)},
-                                  {"exit_code", exit_code(failure.kind)},
-                                  {"message", failure.message}}}}
-             .dump(2) +
+  return json_text(nlohmann::ordered_json{{"error",
+                                           {{"kind", kind_name(failure.kind)},
+                                            {"exit_code", exit_code(failure.kind)},
+                                            {"message", failure.message}}}}) +
          "\n";
 }
 

@@ -5,6 +5,7 @@
 #include "harness/cli/commands.hpp"
 #include "harness/launch/mpi_start.hpp"
 #include "harness/launch/paths.hpp"
+#include "harness/result/json_text.hpp"
 #include "harness/runner/file_compare.hpp"
 #include "harness/runner/golden_verify.hpp"
 #include "harness/runner/progress.hpp"
@@ -245,7 +246,7 @@ int run_command_golden_list(const GoldenOptions& options, const Context& context
                         entry.description));
     }
   }
-  if (context.json) print(list.dump(2) + "\n");
+  if (context.json) print(json_text(list) + "\n");
   LOCKSTEP_CHECK(whole,
                  kGolden,
                  "golden list: {} does not hold what its manifest says; `lockstep golden verify "
@@ -296,14 +297,14 @@ int run_command_golden_verify(const GoldenOptions& options, const Context& conte
                                           tied.worst_name)));
     }
     if (context.json)
-      print(Json{{"pass", pass}, {"over_limit", over}, {"seeds", list}}.dump(2) + "\n");
+      print(json_text(Json{{"pass", pass}, {"over_limit", over}, {"seeds", list}}) + "\n");
     if (!context.json) print(pass ? "fresh goldens agree\n" : "fresh goldens DIFFER\n");
     return pass ? 0 : 1;
   }
   const GoldenVerifyResult result =
       verify_goldens(plan, [&](std::string_view line) { progress.line(line); });
   if (context.json) {
-    print(to_json(result).dump(2) + "\n");
+    print(json_text(to_json(result)) + "\n");
   } else {
     print_table(result);
     print(result.pass() ? "goldens agree\n" : "goldens DIFFER\n");
@@ -356,7 +357,7 @@ int run_command_golden_diff(const GoldenOptions& options, const Context& context
     list.push_back(diff.json);
     if (!context.json) print(fmt::format("{:<16} {}\n", name, diff.text));
   }
-  if (context.json) print(list.dump(2) + "\n");
+  if (context.json) print(json_text(list) + "\n");
   LOCKSTEP_CHECK(
       damaged.empty(), kGolden, "golden diff: damaged or missing on one side: {}", damaged);
   return same ? 0 : 1;

@@ -10,6 +10,7 @@
 #include "harness/launch/documents_file.hpp"
 #include "harness/launch/mpi_start.hpp"
 #include "harness/launch/workload.hpp"
+#include "harness/result/json_text.hpp"
 #include "harness/runner/execute.hpp"
 #include "harness/runner/progress.hpp"
 #include "harness/trainer/dtype_audit.hpp"
@@ -60,9 +61,17 @@ RunSpec run_of(const LogitsOptions& options, std::string_view command) {
   return run;
 }
 
-/// A result that cannot be written is found out before it is computed.
-void check_output(const fs::path& out, const fs::path& docs) {
+/// A result that cannot be written, or would replace an input, is found out before it is computed.
+void check_output(const fs::path& out, const fs::path& docs, const fs::path& model) {
   std::error_code error;
+  for (const auto& entry : fs::directory_iterator(model, error)) {
+    std::error_code unlike;
+    LOCKSTEP_CHECK(!fs::equivalent(out, entry.path(), unlike) || unlike,
+                   kInput,
+                   "--out {}: is a file of the checkpoint --model names, which would be lost; name "
+                   "another",
+                   out.string());
+  }
   LOCKSTEP_CHECK(!fs::equivalent(out, docs, error) || error,
                  kInput,
                  "--out {}: is the file --docs names, which would be lost; name another",
@@ -137,7 +146,7 @@ std::string summary_json(const LogitsOptions& options, const RunOutput& output) 
       "\"ranks\": "
       "{},\n  \"grads\": {},\n  \"activations\": {},\n  \"seconds\": {:.6f},\n  \"peak_bytes\": "
       "{},\n  \"warnings\": {}\n}}\n",
-      nlohmann::json(options.out.filename().string()).dump(),
+      json_text(nlohmann::json(options.out.filename().string()), -1),
       output.tokens,
       output.num_targets,
       loss,
@@ -146,7 +155,7 @@ std::string summary_json(const LogitsOptions& options, const RunOutput& output) 
       output.trace.size(),
       output.seconds,
       output.peak_bytes,
-      nlohmann::json(output.warnings).dump());
+      json_text(nlohmann::json(output.warnings), -1));
 }
 
 using Writer = void (*)(const fs::path&, const RunOutput&);
@@ -161,11 +170,17 @@ int run_engine(const LogitsOptions& options,
   parallel::set_comm_timeout_ms(options.comm_timeout_ms);
   if (!under_mpi_launcher()) check_hang_rank(ranks);
   if (ranks > 1 && !under_mpi_launcher()) {
-    check_output(options.out, options.docs);
+    check_output(options.out, options.docs, options.model);
     check_topology(run, workload_of(options).source->config());
     const Outcome outcome = run_ranks(
         ranks, context.arguments, [](std::string_view line) { print(fmt::format("{}\n", line)); });
     const std::string told = own_errors(outcome.errors);
+    // No rank of these commands ends with 1: that is the launcher, which started none.
+    LOCKSTEP_CHECK(outcome.exit_code != 1,
+                   kComm,
+                   "starting {} ranks: the launcher ended with 1; its own words are\n{}",
+                   ranks,
+                   outcome.errors);
     if (!told.empty() || outcome.exit_code != 0) {
       std::fputs(fmt::format("{}\n", told.empty() ? outcome.errors : told).c_str(), stderr);
     }
@@ -183,7 +198,7 @@ int run_engine(const LogitsOptions& options,
                    ranks,
                    session.world().size(),
                    ranks);
-    if (first) check_output(options.out, options.docs);
+    if (first) check_output(options.out, options.docs, options.model);
     const Workload work = workload_of(options);
     const parallel::Mesh mesh = session.world().size() == 1
                                     ? parallel::Mesh::single()

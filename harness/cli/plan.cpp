@@ -8,6 +8,7 @@
 #include "harness/cli/commands.hpp"
 #include "harness/cli/errors.hpp"
 #include "harness/launch/workload.hpp"
+#include "harness/result/json_text.hpp"
 #include "harness/runner/step_plan.hpp"
 #include "model/config/config_json.hpp"
 
@@ -146,7 +147,7 @@ int run_command_plan(const PlanOptions& options, const Context& context) {
   if (context.json) {
     Json plans = Json::array();
     for (const Planned& planned : list) plans.push_back(to_json(planned));
-    print(Json{{"plans", plans}}.dump(2) + "\n");
+    print(json_text(Json{{"plans", plans}}) + "\n");
   } else {
     for (const Planned& planned : list) {
       if (planned.step.blocked.empty()) print(planned.title + "\n" + planned.step.text);

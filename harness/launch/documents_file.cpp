@@ -37,7 +37,7 @@ Documents read_documents(const std::filesystem::path& file) {
                      file.string(),
                      documents.size() - 1,
                      ids.size(),
-                     id.dump());
+                     id.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace));
       ids.push_back(id.get<int64_t>());
     }
   }

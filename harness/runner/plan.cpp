@@ -6,6 +6,7 @@
 #include "golden/store/golden_case.hpp"
 #include "harness/launch/paths.hpp"
 #include "harness/launch/workload.hpp"
+#include "harness/result/json_text.hpp"
 #include "harness/result/result.hpp"
 
 namespace lockstep::harness {
@@ -173,13 +174,11 @@ ScenarioPlan describe_plan(const ScenarioSet& set, const parallel::Session& sess
                       {"runs", runs},
                       {"compares", compares}});
   }
-  plan.json = Json{
-      {"name", set.name},
-      {"file", set.file.string()},
-      {"description", set.description},
-      {"tags", set.tags},
-      {"points",
-       points}}.dump(2);
+  plan.json = json_text(Json{{"name", set.name},
+                             {"file", set.file.string()},
+                             {"description", set.description},
+                             {"tags", set.tags},
+                             {"points", points}});
   return plan;
 }
 

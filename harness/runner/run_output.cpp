@@ -4,6 +4,7 @@
 #include <nlohmann/json.hpp>
 #include <sstream>
 
+#include "harness/result/json_text.hpp"
 #include "model/checkpoint/safetensors.hpp"
 
 namespace lockstep::harness {
@@ -48,7 +49,7 @@ void save_run(const fs::path& folder, const RunSpec& run, const RunOutput& outpu
                   {"backward_s", output.backward_s},
                   {"peak_bytes", output.peak_bytes},
                   {"warnings", output.warnings}};
-  const std::string text = meta.dump(2) + "\n";
+  const std::string text = json_text(meta) + "\n";
   model::AtomicFile file((folder / "run.json").string());
   file.write(text.data(), text.size());
   file.commit();

@@ -18,6 +18,9 @@ constexpr AxisField kAxes[] = {{"dp", &Topology::dp},
                                {"tp", &Topology::tp},
                                {"ep", &Topology::ep}};
 
+/// More than any machine, and small enough that no count of bytes or rows leaves 64 bits.
+constexpr int64_t kMaxRanks = 1 << 20;
+
 }  // namespace
 
 Topology parse_topology(std::string_view text) {
@@ -66,11 +69,22 @@ std::string to_string(const Topology& topology) {
 
 void validate(const Topology& topology) {
   for (const AxisField& axis : kAxes) {
-    LOCKSTEP_CHECK(topology.*axis.degree >= 1 && topology.*axis.degree <= 1 << 20,
+    LOCKSTEP_CHECK(topology.*axis.degree >= 1 && topology.*axis.degree <= kMaxRanks,
                    kMesh,
-                   "topology: {} = {} must be 1 or more",
+                   "topology: {} = {} must be 1 to {}",
                    axis.name,
-                   topology.*axis.degree);
+                   topology.*axis.degree,
+                   kMaxRanks);
+  }
+  // One after the other, since the product of four degrees may leave 64 bits.
+  int64_t ranks = 1;
+  for (const int64_t degree : {topology.dp, topology.fsdp, topology.cp, topology.tp}) {
+    ranks *= degree;
+    LOCKSTEP_CHECK(ranks <= kMaxRanks,
+                   kMesh,
+                   "topology: {} are more than {} ranks; use fewer",
+                   to_string(topology),
+                   kMaxRanks);
   }
   const int64_t folded = topology.fsdp * topology.cp;
   LOCKSTEP_CHECK(

@@ -154,6 +154,29 @@ TEST_F(Program, JsonErrorsAreOnStandardOutputToo) {
   EXPECT_EQ(outcome.exit_code, 2);
   EXPECT_THAT(outcome.output, HasSubstr("\"exit_code\": 2"));
   EXPECT_THAT(outcome.output, HasSubstr("\"kind\": \"input\""));
+  // Bytes that are no UTF-8 cannot stand in JSON, and end nothing.
+  write("bytes.json", "{\"documents\": [[\"\xff\"]]}");
+  const Outcome bytes = logits({"--json"}, "bytes.json");
+  EXPECT_EQ(bytes.exit_code, 2) << bytes.errors;
+  EXPECT_THAT(bytes.output, HasSubstr("\"kind\": \"input\""));
+}
+
+TEST_F(Program, AResultNeverReplacesAFileOfTheCheckpoint) {
+  const fs::path model = folder_ / "model";
+  fs::copy(kModel, model);
+  for (const auto& entry : fs::directory_iterator(model)) {
+    const auto size = fs::file_size(entry.path());
+    expect_refused(lockstep({"logits",
+                             "--model",
+                             model.string(),
+                             "--docs",
+                             path("docs.json"),
+                             "--out",
+                             entry.path().string()}),
+                   2,
+                   {"--out", "would be lost"});
+    EXPECT_EQ(fs::file_size(entry.path()), size);
+  }
 }
 
 TEST_F(Program, LogitsRefusesBadInputAndLeavesNothing) {
@@ -187,6 +210,7 @@ TEST_F(Program, LogitsRefusesBadInputAndLeavesNothing) {
   expect_refused(logits({"--numerics", "D99=x"}), 2, {"D99"});
   expect_refused(logits({"--topology", "cp=0"}), 2, {"cp = 0"});
   expect_refused(logits({"--topology", "cp=two"}), 2, {"two"});
+  expect_refused(logits({"--topology", "cp=65536,fsdp=65536,tp=65536,dp=65536"}), 2, {"more than"});
   // 64 ranks that do not fit into memory must not start for that: with this launcher none could.
   setenv("LOCKSTEP_MPIRUN", "/no/mpirun", 1);
   expect_refused(logits({"--topology", "tp=64"}), 2, {"tp = 64", "use tp <= "});
