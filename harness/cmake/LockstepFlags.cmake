@@ -19,4 +19,6 @@ endif()
 if(LOCKSTEP_SANITIZE)
   add_compile_options(-fsanitize=${LOCKSTEP_SANITIZE} -fno-omit-frame-pointer -O1)
   add_link_options(-fsanitize=${LOCKSTEP_SANITIZE})
+  # GCC sees uninitialised members of the standard library in instrumented code.
+  target_compile_options(lockstep_warnings INTERFACE $<$<COMPILE_LANG_AND_ID:CXX,GNU>:-Wno-maybe-uninitialized>)
 endif()

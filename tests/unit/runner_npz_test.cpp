@@ -35,7 +35,7 @@ std::string raw(const std::vector<T>& values) {
 }
 
 void put(std::string& text, uint64_t value, int bytes) {
-  for (int i = 0; i < bytes; ++i) text += static_cast<char>((value >> (8 * i)) & 0xFF);
+  for (int i = 0; i < bytes; ++i, value >>= 8) text += static_cast<char>(value & 0xFF);
 }
 
 /// A zip file of one entry, stored or deflated.
