@@ -6,17 +6,12 @@
 
 #include "model/ops/sparse_mla_backward_kernel.cuh"
 #include "model/ops/sparse_mla_cuda.hpp"
+#include "model/ops/sparse_mla_launch.cuh"
 
 namespace lockstep::model {
 namespace {
 
 using mla::backward::kChunks;
-
-MlaCudaResult bad(const char* detail) { return {MlaCudaStatus::kBadArgument, 0, detail}; }
-MlaCudaResult failed(cudaError_t e) {
-  return {MlaCudaStatus::kCudaError, static_cast<int>(e), cudaGetErrorString(e)};
-}
-bool misaligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 != 0; }
 
 int64_t at_once(const SparseMlaBackwardArgs& a) {
   return a.tokens_at_once == 0 ? a.tokens : std::min(a.tokens, a.tokens_at_once);
@@ -187,18 +182,10 @@ MlaCudaResult sparse_mla_backward(const SparseMlaBackwardArgs& a,
           a.dq_THR, 0, static_cast<size_t>(a.tokens) * a.heads * mla::kRank * 2, stream);
     return error == cudaSuccess ? MlaCudaResult{} : failed(error);
   }
-  int device = 0, major = 0, multiprocessors = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  const auto query = [&](int* value, cudaDeviceAttr what) {
-    if (error == cudaSuccess) error = cudaDeviceGetAttribute(value, what, device);
-  };
-  query(&major, cudaDevAttrComputeCapabilityMajor);
-  query(&multiprocessors, cudaDevAttrMultiProcessorCount);
-  if (error != cudaSuccess) return failed(error);
-  if (major != 9)
-    return {MlaCudaStatus::kUnsupportedDevice, 0, "needs compute capability 9.0 (sm_90a code)"};
+  int multiprocessors = 0;
+  if (const MlaCudaResult result = find_device(multiprocessors); !result) return result;
   Workspace w{};
-  error = lay_out(a, workspace, w);
+  cudaError_t error = lay_out(a, workspace, w);
   if (error != cudaSuccess) return failed(error);
   if (workspace == nullptr || workspace_bytes < w.bytes)
     return {

@@ -4,15 +4,10 @@
 
 #include "model/ops/sparse_mla_cuda.hpp"
 #include "model/ops/sparse_mla_forward_kernel.cuh"
+#include "model/ops/sparse_mla_launch.cuh"
 
 namespace lockstep::model {
 namespace {
-
-MlaCudaResult bad(const char* detail) { return {MlaCudaStatus::kBadArgument, 0, detail}; }
-MlaCudaResult failed(cudaError_t e) {
-  return {MlaCudaStatus::kCudaError, static_cast<int>(e), cudaGetErrorString(e)};
-}
-bool misaligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 != 0; }
 
 MlaCudaResult check(const SparseMlaForwardArgs& a) {
   if (a.tokens < 0 || a.keys < 0 || a.width < 0) return bad("tokens, keys and width must be >= 0");
@@ -42,16 +37,8 @@ MlaCudaResult sparse_mla_forward(const SparseMlaForwardArgs& a,
                                  CUstream_st* stream) {
   if (const MlaCudaResult result = check(a); !result) return result;
   if (a.tokens == 0) return {};
-  int device = 0, major = 0, multiprocessors = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  const auto query = [&](int* value, cudaDeviceAttr what) {
-    if (error == cudaSuccess) error = cudaDeviceGetAttribute(value, what, device);
-  };
-  query(&major, cudaDevAttrComputeCapabilityMajor);
-  query(&multiprocessors, cudaDevAttrMultiProcessorCount);
-  if (error != cudaSuccess) return failed(error);
-  if (major != 9)
-    return {MlaCudaStatus::kUnsupportedDevice, 0, "needs compute capability 9.0 (sm_90a code)"};
+  int multiprocessors = 0;
+  if (const MlaCudaResult result = find_device(multiprocessors); !result) return result;
   if (workspace == nullptr || workspace_bytes < sparse_mla_forward_workspace_bytes(a.tokens))
     return {MlaCudaStatus::kWorkspaceTooSmall,
             0,
@@ -73,7 +60,7 @@ MlaCudaResult sparse_mla_forward(const SparseMlaForwardArgs& a,
   p.lse = a.lse_TH;
 
   constexpr int kBytes = sizeof(mla::ForwardShared);
-  error = cudaFuncSetAttribute(
+  cudaError_t error = cudaFuncSetAttribute(
       mla::forward_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (error != cudaSuccess) return failed(error);
   const auto planning = static_cast<unsigned>((a.tokens + mla::kPlanWarps - 1) / mla::kPlanWarps);

@@ -232,13 +232,7 @@ void check_problem(const Problem& p, float da_scale = 1) {
 }
 
 void check_small() {
-  check_problem(documents("small documents", {0, 1, 3, 4, 0, 5, 66, 0}, 64, 67));
-  Problem scatter = scattered(6, 300, 200);
-  scatter.name = "small, unused entries anywhere";
-  check_problem(scatter);
-  Problem heads = full("small, 5 heads", 2, 256, 192, 3);
-  heads.heads = 5;
-  check_problem(heads);
+  for (const Problem& problem : small_problems()) check_problem(problem);
 }
 
 void check_refusals() {

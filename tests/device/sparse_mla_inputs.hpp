@@ -167,6 +167,16 @@ Problem scattered(int64_t tokens, int64_t keys, int64_t width) {
   return p;
 }
 
+/// What a sanitizer, too, gets through in minutes.
+std::vector<Problem> small_problems() {
+  std::vector<Problem> all = {documents("small documents", {0, 1, 3, 4, 0, 5, 66, 0}, 64, 67),
+                              scattered(6, 300, 200),
+                              full("small, 5 heads", 2, 256, 192, 3)};
+  all[1].name = "small, unused entries anywhere";
+  all[2].heads = 5;
+  return all;
+}
+
 /// Median milliseconds of an 8192^3 bf16 product.
 double cublas_rate() {
   const int n = 8192;
