@@ -1,6 +1,8 @@
 // All ways to lay out a number of ranks.
 #pragma once
 
+#include <cstdlib>
+#include <string_view>
 #include <vector>
 
 #include "model/config/topology.hpp"
@@ -23,6 +25,13 @@ inline std::vector<model::Topology> topologies(int64_t ranks, int64_t max_tp) {
     }
   }
   return all;
+}
+
+/// LOCKSTEP_TOPOLOGIES=all: tests that take some topologies, or fewer steps, for want of time take
+/// all of them, which is hours on ranks that share processors.
+inline bool every_topology() {
+  const char* wish = std::getenv("LOCKSTEP_TOPOLOGIES");
+  return wish != nullptr && std::string_view(wish) == "all";
 }
 
 }  // namespace lockstep::tests

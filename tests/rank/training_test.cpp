@@ -9,6 +9,7 @@
 #include "model/base/tensor_memory.hpp"
 #include "model/config/config_json.hpp"
 #include "parallel/ep/expert_parallel.hpp"
+#include "tests/rank/topologies.hpp"
 #include "tests/rank/world.hpp"
 #include "tests/support/compare.hpp"
 #include "tests/support/tiny_model.hpp"
@@ -24,6 +25,7 @@ using model::Topology;
 /// One topology of each kind that this many ranks allow.
 std::vector<Topology> some_topologies() {
   const int64_t n = world().size();
+  if (every_topology()) return topologies(n, 4);
   std::vector<Topology> all{{.cp = n}, {.fsdp = n}, {.fsdp = n, .ep = n}, {.dp = n}};
   if (n % 2 == 0) {
     all.push_back({.fsdp = n / 2, .cp = 2, .ep = n});

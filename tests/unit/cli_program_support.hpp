@@ -15,6 +15,8 @@
 namespace lockstep::harness {
 
 namespace fs = std::filesystem;
+using ::testing::AnyOf;
+using ::testing::ContainsRegex;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
