@@ -114,6 +114,60 @@ Json to_json(const TensorRow& row) {
   return out;
 }
 
+/// Which row of all, in model order, counted from 1.
+int64_t position_of(const TensorRow& row, const FileComparison& result) {
+  return &row - result.rows.data() + 1;
+}
+
+/// A row that a summary names, or null.
+Json named_json(const TensorRow* row, const FileComparison& result) {
+  if (row == nullptr) return nullptr;
+  Json out{{"left", row->left},
+           {"right", row->right},
+           {"position", position_of(*row, result)},
+           {"of", result.rows.size()}};
+  if (row->problem.empty()) out["value"] = number(row->value);
+  if (row->limit) out["limit"] = *row->limit;
+  out["where"] = row->problem.empty() ? row->first : row->problem;
+  return out;
+}
+
+/// "layers.2.mlp (position 7 of 57): rel_l2 0.01, limit 0.001; layers.2.mlp[3,5]: got ..."
+std::string named_text(const TensorRow& row,
+                       const FileComparison& result,
+                       const std::string& metric) {
+  std::string text =
+      fmt::format("{} (position {} of {})", row.left, position_of(row, result), result.rows.size());
+  if (!row.problem.empty()) return text + ": " + row.problem;
+  text += fmt::format(": {} {}", metric, format_number(row.value));
+  if (row.limit) text += fmt::format(", limit {}", format_number(*row.limit));
+  if (!row.first.empty()) text += "; " + row.first;
+  return text;
+}
+
+void print_ends(const FileComparison& result, const FileComparePlan& plan) {
+  const bool bits = !plan.limit && plan.per.empty();
+  if (const TensorRow* first = result.first_failing()) {
+    print(fmt::format("first {} in model order: {}\n",
+                      bits ? "with unequal bits" : "over its limit",
+                      named_text(*first, result, plan.metric)));
+  }
+  if (const TensorRow* first = result.first_over_floor()) {
+    print(
+        fmt::format("first over its noise floor in model order: {} (position {} of {}): rel_l2 "
+                    "{}, floor {}\n",
+                    first->left,
+                    position_of(*first, result),
+                    result.rows.size(),
+                    format_number(first->result.rel_l2),
+                    format_number(*first->floor)));
+  }
+  const TensorRow* worst = result.worst();
+  if (!worst->pass || !worst->result.same_values()) {
+    print(fmt::format("worst: {}\n", named_text(*worst, result, plan.metric)));
+  }
+}
+
 void print_row(const TensorRow& row, size_t width, bool floor) {
   if (!row.problem.empty()) {
     print(fmt::format("{:<{}} FAIL {}\n", row.left, width, row.problem));
@@ -156,6 +210,9 @@ int run_command_compare(const CompareOptions& options, const Context& context) {
     for (const TensorRow& row : result.rows) rows.push_back(to_json(row));
     print(json_text(Json{{"pass", result.pass()},
                          {"limit", limit},
+                         {"first_over_limit", named_json(result.first_failing(), result)},
+                         {"first_over_floor", named_json(result.first_over_floor(), result)},
+                         {"worst", named_json(result.worst(), result)},
                          {"tensors", rows},
                          {"only_left", result.only_left},
                          {"only_right", result.only_right}}) +
@@ -180,6 +237,7 @@ int run_command_compare(const CompareOptions& options, const Context& context) {
     for (const std::string& name : result.only_right)
       print(fmt::format("only in {}: {}\n", plan.right.string(), name));
   }
+  print_ends(result, plan);
   print(fmt::format("{} of {} tensors pass ({}){}\n",
                     static_cast<int64_t>(result.rows.size()) - failed,
                     result.rows.size(),

@@ -183,20 +183,15 @@ CaseDiff diff_case(const std::filesystem::path& other_folder,
   plan.right = folder / own.file;
   if (golden::GoldenCase(plan.left).file().exists("f64")) plan.only = {"f64/*"};
   const FileComparison result = compare_files(plan);
-  const TensorRow* worst = nullptr;
+  const TensorRow *first = result.first_failing(), *worst = result.worst();
   int64_t differ = 0;
-  for (const TensorRow& row : result.rows) {
-    differ += row.pass ? 0 : 1;
-    const bool worse =
-        worst == nullptr || (worst->problem.empty() &&
-                             (!row.problem.empty() || row.result.rel_l2 > worst->result.rel_l2));
-    if (worse) worst = &row;
-  }
+  for (const TensorRow& row : result.rows) differ += row.pass ? 0 : 1;
   out.same = result.pass();
   out.json["same_tensors"] = out.same;
   out.json["tensors"] = result.rows.size();
   out.json["different"] = differ;
   out.json["without_partner"] = result.only_left.size() + result.only_right.size();
+  out.json["first"] = first == nullptr ? Json(nullptr) : Json(first->left);
   out.json["worst"] = worst->left;
   out.json["worst_rel_l2"] = format_number(worst->result.rel_l2);
   if (out.same) {
@@ -209,9 +204,10 @@ CaseDiff diff_case(const std::filesystem::path& other_folder,
         "tensors without a partner, such as {}",
         !result.only_left.empty() ? result.only_left.front() : result.only_right.front());
   } else {
-    out.text = fmt::format("{} of {} tensors differ, most of all {}: rel_l2 {}",
+    out.text = fmt::format("{} of {} tensors differ, first in model order {}, worst {}: rel_l2 {}",
                            differ,
                            result.rows.size(),
+                           first->left,
                            worst->left,
                            format_number(worst->result.rel_l2));
   }

@@ -116,7 +116,8 @@ void fields(Io& io, Comparison& c) {
   io.derived("ratio", c.ratio());
   io("noise_floor", c.noise_floor), io("unit", c.unit), io("status", c.status);
   io("reason", c.reason), io("error_kind", c.error_kind);
-  io("first_divergence", c.first_divergence), io("rank", c.rank), io("ranks", c.ranks);
+  io("first_divergence", c.first_divergence), io("worst", c.worst), io("rank", c.rank),
+      io("ranks", c.ranks);
   io("details", c.details);
 }
 template <typename Io>

@@ -116,8 +116,12 @@ struct Comparison {
   Status status = Status::kRecorded;
   std::string reason;                   ///< why it failed, was skipped or could not be computed
   std::optional<ErrorKind> error_kind;  ///< for kError
-  std::string first_divergence;  ///< tensor, coordinate, both values, distance; empty: none seen
-  std::optional<int64_t> rank;   ///< world rank of the worst value
+  /// First tensor over its limit in model order (gradients: backward order), or without a limit the
+  /// first that differs; then coordinate, both values, distance. For logits and logprobs the first
+  /// element, also of a comparison that passes. Empty: none seen.
+  std::string first_divergence;
+  std::string worst;            ///< worst tensor of grads and trace with its value; empty: none
+  std::optional<int64_t> rank;  ///< world rank of the worst value
   std::vector<RankValue> ranks;
   std::vector<Detail> details;
 

@@ -7,6 +7,7 @@
 
 #include "golden/compare/limits.hpp"
 #include "golden/compare/logits.hpp"
+#include "golden/compare/model_order.hpp"
 #include "golden/compare/sketch.hpp"
 #include "harness/engine/trace.hpp"
 #include "harness/launch/schema.hpp"
@@ -15,6 +16,9 @@
 
 namespace lockstep::harness {
 namespace {
+
+/// Metric of choices beside values: the share of rows that chose otherwise.
+constexpr const char* kRowsDifferent = "rows_different";
 
 /// What a side has under one name: values, or the short form a golden file keeps.
 struct Item {
@@ -193,6 +197,31 @@ Status judged(const Detail& detail, Bound bound) {
   return good ? Status::kPass : Status::kFail;
 }
 
+/// Whether a value without a limit is a difference at all. Choices are counted as rows that differ.
+bool differs(const Detail& detail, Bound bound) {
+  return bound == Bound::kAtLeast && detail.metric != kRowsDifferent ? detail.value < 1
+                                                                     : detail.value != 0;
+}
+
+/// Where inside the tensor, in words; empty where only a short form of it is stored.
+std::string first_element(const CompareSpec& spec,
+                          const Side& left,
+                          const Side& right,
+                          const Detail& detail) {
+  const Item got = named_subject(left, spec.what, detail.name),
+             want = named_subject(right, spec.what, detail.name);
+  if (got.sketch || want.sketch) return {};
+  if (!got.values.is_floating_point()) return detail.note;
+  if (got.values.sizes() != want.values.sizes()) return {};
+  return first_divergence(spec.metric,
+                          detail.limit,
+                          got.values,
+                          want.values,
+                          detail.name,
+                          boundaries(left, right),
+                          ranks_of(left, right));
+}
+
 void compare_named(const CompareSpec& spec, const Side& left, const Side& right, Comparison& out) {
   const std::set<std::string> lefts = names_of(left, spec.what),
                               rights = names_of(right, spec.what);
@@ -222,6 +251,10 @@ void compare_named(const CompareSpec& spec, const Side& left, const Side& right,
       alone.size(),
       both.size() + alone.size(),
       alone.front());
+  // The group's folder tells gradients from what they are gradients of.
+  for (std::string& name : both) name = group + name;
+  both = golden::in_model_order(both);
+  for (std::string& name : both) name.erase(0, group.size());
   const Detail* worst = nullptr;
   out.details.reserve(both.size());
   for (const std::string& name : both) {
@@ -231,7 +264,7 @@ void compare_named(const CompareSpec& spec, const Side& left, const Side& right,
     if (!measured.judged && spec.metric == kSameChoice) continue;
     Detail detail;
     detail.name = name;
-    detail.metric = measured.judged ? spec.metric : "rows_different";
+    detail.metric = measured.judged ? spec.metric : kRowsDifferent;
     detail.value = measured.value;
     detail.note = measured.note;
     if (measured.judged) {
@@ -254,23 +287,22 @@ void compare_named(const CompareSpec& spec, const Side& left, const Side& right,
                  spec.metric);
   out.value = worst->value;
   out.limit = worst->limit;
-  if (spec.metric == kSameChoice) {
-    if (worst->value < 1) out.first_divergence = fmt::format("{}: {}", worst->name, worst->note);
-    return;
+  if (differs(*worst, out.bound)) {
+    out.worst = fmt::format("{}: {} {}", worst->name, worst->metric, format_number(worst->value));
+    if (worst->limit) out.worst += fmt::format(", limit {}", format_number(*worst->limit));
   }
-  const Item got = named_subject(left, spec.what, worst->name),
-             want = named_subject(right, spec.what, worst->name);
-  if (!got.sketch && !want.sketch && got.values.sizes() == want.values.sizes()) {
-    out.first_divergence = first_divergence(spec.metric,
-                                            worst->limit,
-                                            got.values,
-                                            want.values,
-                                            worst->name,
-                                            boundaries(left, right),
-                                            ranks_of(left, right));
+  const auto first = std::find_if(out.details.begin(), out.details.end(), [&](const Detail& d) {
+    return d.limit || std::isnan(d.value) ? d.status == Status::kFail : differs(d, out.bound);
+  });
+  if (first != out.details.end()) {
+    out.first_divergence = fmt::format("{} ({} of {} in {} order)",
+                                       first->name,
+                                       first - out.details.begin() + 1,
+                                       out.details.size(),
+                                       spec.what == "grads" ? "backward" : "model");
+    const std::string element = first_element(spec, left, right, *first);
+    if (!element.empty()) out.first_divergence += ": " + element;
   }
-  if (out.first_divergence.empty() && worst->value != 0)
-    out.first_divergence = "worst: " + worst->name;
 }
 
 void compare_whole(const CompareSpec& spec, const Side& left, const Side& right, Comparison& out) {

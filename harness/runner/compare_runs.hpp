@@ -21,9 +21,10 @@ struct Side {
 };
 
 /// Carries out one [[compare]]: value, limit, verdict, the value seen by each rank, the first place
-/// where the sides differ, and for grads and trace a detail per tensor (the worst one is judged).
-/// Never throws for numbers that differ; an impossible comparison (other shapes, nothing matched)
-/// becomes Status::kError with its reason.
+/// where the sides differ, and for grads and trace a detail per tensor in model order, gradients in
+/// backward order. The worst tensor is judged; the first divergence is the first one over its
+/// limit. Never throws for numbers that differ; an impossible comparison (other shapes, nothing
+/// matched) becomes Status::kError with its reason.
 Comparison compare_sides(const CompareSpec& spec, const Side& left, const Side& right);
 
 /// Charts of the same pair: error of logits or logprobs by position inside the document, error of

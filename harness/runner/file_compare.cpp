@@ -4,9 +4,13 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <set>
+#include <tuple>
 
+#include "golden/compare/model_order.hpp"
 #include "harness/launch/schema.hpp"
+#include "harness/result/result.hpp"
 #include "harness/runner/measure.hpp"
 #include "harness/runner/tensor_file.hpp"
 
@@ -44,13 +48,37 @@ void fill_row(const FileComparePlan& plan,
     }
   }
   row.value = measure(plan.metric, got, want, row.left);
+  const MetricInfo* metric = find_metric(plan.metric);
+  const bool at_least = metric != nullptr && metric->at_least;
   if (!row.limit) {
     row.pass = row.result.bitwise();
+    row.badness = at_least ? -row.value : row.value;
     return;
   }
-  const MetricInfo* metric = find_metric(plan.metric);
-  row.pass =
-      metric != nullptr && metric->at_least ? row.value >= *row.limit : row.value <= *row.limit;
+  row.pass = at_least ? row.value >= *row.limit : row.value <= *row.limit;
+  Comparison judged;
+  judged.value = row.value;
+  judged.limit = row.limit;
+  judged.bound = at_least ? Bound::kAtLeast : Bound::kAtMost;
+  row.badness = judged.ratio();
+}
+
+/// Rows in model order by whichever side's name is one of this model's.
+void sort_rows(std::vector<TensorRow>& rows) {
+  std::vector<std::pair<golden::ModelPlace, TensorRow>> placed;
+  placed.reserve(rows.size());
+  for (TensorRow& row : rows) {
+    golden::ModelPlace place = golden::model_place(row.left);
+    if (!place.known()) {
+      place = golden::model_place(row.right);
+      if (!place.known()) place.name = row.left;
+    }
+    placed.emplace_back(std::move(place), std::move(row));
+  }
+  std::stable_sort(
+      placed.begin(), placed.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+  rows.clear();
+  for (auto& [place, row] : placed) rows.push_back(std::move(row));
 }
 
 /// A bound that nothing can meet, or nothing can miss, is a slip of the keyboard.
@@ -103,6 +131,33 @@ bool FileComparison::pass() const {
          std::all_of(rows.begin(), rows.end(), [](const TensorRow& row) { return row.pass; });
 }
 
+const TensorRow* FileComparison::first_failing() const {
+  const auto found =
+      std::find_if(rows.begin(), rows.end(), [](const TensorRow& row) { return !row.pass; });
+  return found == rows.end() ? nullptr : &*found;
+}
+
+const TensorRow* FileComparison::first_over_floor() const {
+  const auto found = std::find_if(rows.begin(), rows.end(), [](const TensorRow& row) {
+    return row.floor && !(row.result.rel_l2 <= *row.floor);
+  });
+  return found == rows.end() ? nullptr : &*found;
+}
+
+const TensorRow* FileComparison::worst() const {
+  const auto key = [](const TensorRow& row) {
+    return std::tuple(
+        !row.problem.empty(),
+        !row.pass,
+        std::isnan(row.badness) ? std::numeric_limits<double>::infinity() : row.badness);
+  };
+  const TensorRow* found = nullptr;
+  for (const TensorRow& row : rows) {
+    if (found == nullptr || key(row) > key(*found)) found = &row;
+  }
+  return found;
+}
+
 FileComparison compare_files(const FileComparePlan& plan) {
   static const std::vector<std::string> usable = {"rel_l2", "max_abs", "ulp_max", "cosine"};
   LOCKSTEP_CHECK(std::find(usable.begin(), usable.end(), plan.metric) != usable.end(),
@@ -153,11 +208,13 @@ FileComparison compare_files(const FileComparePlan& plan) {
     if (row.note.ends_with("; ")) row.note.resize(row.note.size() - 2);
     out.rows.push_back(std::move(row));
   }
+  sort_rows(out.rows);
   if (!out.rows.empty() && plan.only.empty() && plan.map.empty()) {
-    out.only_right.assign(unused.begin(), unused.end());
+    out.only_right = golden::in_model_order({unused.begin(), unused.end()});
   }
   // With a map or patterns the user chose what to compare; what is left over was not asked for.
   if (!plan.map.empty()) out.only_left.clear();
+  out.only_left = golden::in_model_order(out.only_left);
   LOCKSTEP_CHECK(!out.rows.empty(),
                  kInput,
                  "compare: no tensor of {} ({} tensors, such as '{}') has a partner in {} ({} "

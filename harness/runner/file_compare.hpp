@@ -29,6 +29,7 @@ struct TensorRow {
   std::optional<double> floor;     ///< rel_l2 of the floor file against the right one
   std::optional<double> limit;     ///< the one that judged it; empty: equal bits
   double value = 0;                ///< of the plan's metric
+  double badness = 0;              ///< value / limit, or how bad the value is; for worst()
   std::string first;               ///< first divergence, empty when all values are equal
   std::string note;                ///< dtypes or shapes that differ, though values are compared
   std::string problem;             ///< shapes or dtypes that cannot be compared
@@ -36,9 +37,16 @@ struct TensorRow {
 };
 
 struct FileComparison {
-  std::vector<TensorRow> rows;  ///< in the order of the left file
+  std::vector<TensorRow> rows;  ///< in model order (golden/compare/model_order.hpp)
   std::vector<std::string> only_left, only_right;
   [[nodiscard]] bool pass() const;
+  /// First row in model order that does not pass; null when all do.
+  [[nodiscard]] const TensorRow* first_failing() const;
+  /// First row in model order that is farther from the right file than the floor is; null if none.
+  [[nodiscard]] const TensorRow* first_over_floor() const;
+  /// Row that cannot be compared, else failing before passing, else the one farthest along the way
+  /// to its limit, or without one with the worst value. Null without rows.
+  [[nodiscard]] const TensorRow* worst() const;
 };
 
 /// Values are compared in float64 whatever the dtypes, and dtypes that differ are noted. Without a

@@ -181,8 +181,11 @@ std::string more_row(const Comparison& c, TableUse use, const Columns& columns) 
     inner += fmt::format(R"(<span class="reason">{}</span>)", escape(c.reason));
   }
   if (!c.first_divergence.empty()) {
-    inner += fmt::format(R"(<span class="divergence">first divergence: {}</span>)",
-                         escape(c.first_divergence));
+    inner += fmt::format(
+        R"(<span class="divergence">{}: {}</span>)", first_label(c), escape(c.first_divergence));
+  }
+  if (!c.worst.empty()) {
+    inner += fmt::format(R"(<span class="divergence">worst: {}</span>)", escape(c.worst));
   }
   if (!c.ranks.empty() || !c.details.empty()) {
     const bool is_open = use == TableUse::kOverview && c.status == Status::kFail &&

@@ -34,7 +34,9 @@ std::string body_of(const Comparison& c) {
   }
   if (!c.unit.empty()) body += fmt::format(" ({})", c.unit);
   if (c.rank) body += fmt::format("\nworst on world rank {}", *c.rank);
-  if (!c.first_divergence.empty()) body += "\nfirst divergence: " + c.first_divergence;
+  if (!c.first_divergence.empty())
+    body += fmt::format("\n{}: {}", first_label(c), c.first_divergence);
+  if (!c.worst.empty()) body += "\nworst: " + c.worst;
   return body;
 }
 

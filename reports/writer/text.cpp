@@ -180,6 +180,10 @@ std::string subject_of(const Comparison& comparison) {
   return comparison.what + ", " + comparison.metric;
 }
 
+std::string_view first_label(const Comparison& comparison) {
+  return comparison.status == harness::Status::kPass ? "first difference" : "first divergence";
+}
+
 std::string_view headline(const harness::Report& report) {
   switch (report.status) {
     case harness::Status::kPass:

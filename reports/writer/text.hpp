@@ -36,6 +36,9 @@ std::string pair_of(const harness::Comparison& comparison);
 /// "logits, rel_l2".
 std::string subject_of(const harness::Comparison& comparison);
 
+/// What `first_divergence` is: of a comparison that passes, only the first element that differs.
+std::string_view first_label(const harness::Comparison& comparison);
+
 /// "Pass", "Numerics differ", "Error", ...: a whole report in a word or two.
 std::string_view headline(const harness::Report& report);
 

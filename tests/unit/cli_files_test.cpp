@@ -56,6 +56,65 @@ TEST_F(Files, CompareRefusesLimitsAndPatternsThatMeanNothing) {
   EXPECT_EQ(with({"--only", "we*"}).exit_code, 0);
 }
 
+TEST_F(Files, CompareNamesTheFirstTensorOverItsLimitInModelOrderBesideTheWorst) {
+  std::map<std::string, Tensor> want, got;
+  for (int layer = 0; layer < 12; ++layer) {
+    for (const char* module : {"", ".self_attn", ".mlp"}) {
+      const std::string name = fmt::format("layers.{}{}", layer, module);
+      want[name] = at::ones({2, 3}, at::kDouble);
+      got[name] = want[name].clone();
+    }
+  }
+  got["layers.1"][0][0] += 1e-9;
+  got["layers.2.mlp"][1][2] += 1e-3;
+  got["layers.10"][0][1] += 0.5;
+  model::write_safetensors_file(path("want.safetensors"), want);
+  model::write_safetensors_file(path("got.safetensors"), got);
+  const auto compare = [&](std::vector<std::string> more) {
+    more.insert(more.begin(), {"compare", path("got.safetensors"), path("want.safetensors")});
+    return lockstep(more);
+  };
+  const Outcome text = compare({"--limit", "1e-6"});
+  EXPECT_EQ(text.exit_code, 1);
+  EXPECT_THAT(text.output,
+              HasSubstr("first over its limit in model order: layers.2.mlp (position 8 of 36): "
+                        "rel_l2 4.08e-4, limit 1e-6; layers.2.mlp[1,2]: got 1.001 "));
+  EXPECT_THAT(text.output, HasSubstr("worst: layers.10 (position 33 of 36): rel_l2 0.204"));
+  EXPECT_LT(text.output.find("\nlayers.2 "), text.output.find("\nlayers.10 "));
+  EXPECT_THAT(compare({}).output,
+              HasSubstr("first with unequal bits in model order: layers.1 (position 6 of 36)"));
+  EXPECT_THAT(compare({"--limit", "1", "--floor", path("want.safetensors")}).output,
+              HasSubstr("first over its noise floor in model order: layers.1 "));
+  const Outcome json = compare({"--limit", "1e-6", "--json"});
+  EXPECT_THAT(json.output, HasSubstr("\"first_over_limit\": {\n    \"left\": \"layers.2.mlp\""));
+  EXPECT_THAT(json.output, HasSubstr("\"worst\": {\n    \"left\": \"layers.10\""));
+}
+
+TEST_F(Files, APlantedChangeIsNamedAsTheLayerItWasMadeIn) {
+  const std::string model =
+      changed_model("model.language_model.layers.2.mlp.gate.weight",
+                    [](const Tensor& value) { return value.mul(1.5).to(value.scalar_type()); });
+  const auto dump = [&](const std::string& from, const std::string& to) {
+    return lockstep({"dump",
+                     "--model",
+                     from,
+                     "--docs",
+                     path("docs.json"),
+                     "--modules",
+                     "*",
+                     "--policy",
+                     "float64",
+                     "--out",
+                     path(to)})
+        .exit_code;
+  };
+  ASSERT_EQ(dump(kModel, "want.h5"), 0);
+  ASSERT_EQ(dump(model, "got.h5"), 0);
+  const Outcome found = lockstep({"compare", path("got.h5"), path("want.h5"), "--limit", "1e-9"});
+  EXPECT_EQ(found.exit_code, 1);
+  EXPECT_THAT(found.output, HasSubstr("first over its limit in model order: layers.2.mlp"));
+}
+
 TEST_F(Files, FilesWithoutTensorsAreNamed) {
   model::write_safetensors_file(path("a.safetensors"), {{"x", at::ones({3})}});
   golden::Hdf5Writer(path("none.h5")).commit();
