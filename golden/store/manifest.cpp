@@ -1,11 +1,14 @@
 #include "golden/store/manifest.hpp"
 
+#include <fmt/ranges.h>
+
 #include <algorithm>
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <set>
 
 #include "golden/store/sha256.hpp"
+#include "model/base/did_you_mean.hpp"
 #include "model/base/error.hpp"
 
 namespace lockstep::golden {
@@ -125,17 +128,18 @@ std::vector<ManifestEntry> read_manifest(const std::filesystem::path& dir) {
 }
 
 ManifestEntry find_entry(const std::filesystem::path& dir, std::string_view name) {
-  std::string known;
+  std::vector<std::string> names;
   for (auto& entry : read_manifest(dir)) {
     if (entry.name == name) return std::move(entry);
-    known += (known.empty() ? "" : ", ") + entry.name;
+    names.push_back(entry.name);
   }
   fail(ErrorKind::kGolden,
-       "golden store {}: no case '{}'; the manifest has {}. A new case goes into "
+       "golden store {}: no case '{}'{}; the manifest has {}. A new case goes into "
        "golden/make/cases.py; then: python golden/make/make_goldens.py --case {} --out {}",
        dir.string(),
        name,
-       known.empty() ? "none" : known,
+       did_you_mean(name, names),
+       names.empty() ? "none" : fmt::format("{}", fmt::join(names, ", ")),
        name,
        dir.string());
 }

@@ -1,8 +1,10 @@
 #include "harness/cli/command_line.hpp"
 
+#include <fmt/ranges.h>
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
@@ -15,6 +17,7 @@
 #include "harness/launch/mpi_start.hpp"
 #include "harness/launch/rank_guard.hpp"
 #include "harness/launch/schema.hpp"
+#include "harness/runner/file_compare.hpp"
 
 namespace lockstep::harness {
 namespace {
@@ -87,6 +90,20 @@ struct Program {
 const std::string kDefaultsHelp =
     "What a missing layer_types, swiglu_limit or index_kpool means: refuse, hf or trainer";
 
+/// "rel_l2 is norm(left - right) / norm(right); ..." of the metrics that files can be compared by.
+std::string metrics_text() {
+  std::string text;
+  for (const std::string& name : file_metrics()) {
+    const MetricInfo& metric = *find_metric(name);
+    text += fmt::format("{}{}: {}{}",
+                        text.empty() ? "" : "; ",
+                        name,
+                        metric.doc,
+                        metric.at_least ? " (the limit is the least that passes)" : "");
+  }
+  return text + ". Tensors named like logits also show kl and top1.";
+}
+
 const std::string kTimeoutHelp = "Deadline of every wait for another rank";
 constexpr int64_t kLongestTimeout = int64_t{366} * 24 * 3600 * 1000;
 
@@ -123,9 +140,11 @@ void add_run_commands(Program& p) {
                         true,
                         [&p] { return run_command_run(p.run, p.context); });
   run->add_option("paths", p.run.paths, "Scenario files, or folders of them")->required();
-  run->add_option("--tag", p.run.tags, "Only scenarios with one of these tags");
+  run->add_option("--tag", p.run.tags, "Only scenarios with this tag (repeatable: any of them)");
   run->add_option("--out", p.run.out, "Folder for report and results")->capture_default_str();
-  run->add_option("--set", p.run.sets, "key=value put into every scenario, run.*.KEY for all runs");
+  run->add_option("--set",
+                  p.run.sets,
+                  "key=value put into every scenario, run.*.KEY for all runs (repeatable)");
   run->add_option("--comm-timeout-ms",
                   p.run.comm_timeout_ms,
                   kTimeoutHelp + ", in all scenarios; default: theirs (300000)")
@@ -200,26 +219,39 @@ void add_file_commands(Program& p) {
       "float32=64\n\n"
       "Values are compared in float64, whatever the dtypes; max ulp counts steps of the coarser "
       "dtype, after rounding to it.\n"
-      "A module map is a TOML table from names on the left to names on the right; each * is put "
-      "into the next {}:\n"
-      "  \"model.layers.*.self_attn.o_proj\" = \"layers.{}.mixer.out\"\n",
+      "Tensors are listed in model order: embedding, layers by number with their operators as "
+      "computed, final norm, head, logits, log-probabilities, loss, then gradients in backward "
+      "order; other names last. The first one over its limit in that order is where two runs part; "
+      "it is named beside the worst one.\n"
+      "Metrics: " +
+          metrics_text() +
+          "\nA module map is a TOML table from names on the left to names on the right; each * is "
+          "put "
+          "into the next {}:\n"
+          "  \"model.layers.*.self_attn.o_proj\" = \"layers.{}.mixer.out\"\n",
       false,
       [&p] { return run_command_compare(p.compare, p.context); });
   compare->add_option("left", p.compare.left, "File to judge")->required();
   compare->add_option("right", p.compare.right, "File held to be true")->required();
   compare->add_option("--module-map", p.compare.module_map, "TOML table of name patterns");
-  compare->add_option("--only", p.compare.only, "Pattern of left names to compare (repeatable)");
+  compare
+      ->add_option("--only",
+                   p.compare.only,
+                   "Patterns of left names to compare, with commas between (repeatable)")
+      ->delimiter(',');
   compare->add_option("--floor",
                       p.compare.floor,
                       "A third file whose distance to the right one is the noise floor");
-  compare->add_option("--metric", p.compare.metric, "Metric that --limit judges")
-      ->capture_default_str();
   compare
-      ->add_option("--limit",
-                   p.compare.limits,
-                   "Pass bound; exit 1 beyond it. A number for every tensor, or DTYPE=number for "
-                   "pairs whose coarser dtype it is (repeatable). Default: dtype and bytes equal")
-      ->allow_extra_args(false);
+      ->add_option("--metric",
+                   p.compare.metric,
+                   fmt::format("Metric that --limit judges: {}", fmt::join(file_metrics(), ", ")))
+      ->capture_default_str();
+  compare->add_option(
+      "--limit",
+      p.compare.limits,
+      "Pass bound; exit 1 beyond it. A number for every tensor, or DTYPE=number for "
+      "pairs whose coarser dtype it is (repeatable). Default: dtype and bytes equal");
 
   CLI::App* convert =
       p.add(p.app,
@@ -265,22 +297,25 @@ void add_golden_commands(Program& p) {
             "Check hashes, then run stored cases and hold them against their limits",
             "  lockstep golden verify\n  lockstep golden verify tiny packing --policy "
             "float32\n  lockstep golden verify --hashes-only\n"
-            "  lockstep golden verify tiny packing --fresh-seed 101 202\n",
+            "  lockstep golden verify tiny packing --fresh-seed 101,202\n",
             false,
             [&p] { return run_command_golden_verify(p.golden, p.context); });
   verify->add_option("cases", p.golden.cases, "Cases; default: all");
-  verify->add_option("--policy",
-                     p.golden.policies,
-                     "Policies, POLICY/replay with the experts of a float64 run; default: float64 "
-                     "float32 hf-bf16 hf-bf16/replay");
+  verify
+      ->add_option("--policy",
+                   p.golden.policies,
+                   "Policies with commas between, POLICY/replay with the experts of a float64 run; "
+                   "default: float64,float32,hf-bf16,hf-bf16/replay")
+      ->delimiter(',');
   CLI::Option* hashes =
       verify->add_flag("--hashes-only", p.golden.hashes_only, "Only the hashes of the manifest");
   CLI::Option* folder = verify->add_option("--data", p.golden.data, data_help);
   verify
       ->add_option("--fresh-seed",
                    p.golden.fresh_seeds,
-                   "Not the stored cases: make them anew from these seeds in the cache folder "
-                   "(needs scripts/setup --golden)")
+                   "Not the stored cases: make them anew from these seeds, with commas between, in "
+                   "the cache folder (needs scripts/setup --golden)")
+      ->delimiter(',')
       ->excludes(hashes)
       ->excludes(folder)
       ->check(CLI::Range(int64_t{0}, int64_t{1} << 31));
@@ -318,15 +353,16 @@ void add_plan_command(Program& p) {
             "size of "
             "a checkpoint, bytes moved on every axis, time",
             "  lockstep plan scenarios/cp_equivalence.toml\n"
-            "  lockstep plan --config glm-5.3-flash --topology fsdp=2,cp=8,ep=8 --documents 131072 "
-            "--policy fsdp-fp32-islands --recompute\n\n"
+            "  lockstep plan --config glm-5.3-flash --topology fsdp=2,cp=8,ep=8 --documents "
+            "131072,131072 --policy fsdp-fp32-islands --recompute\n\n"
             "Computes nothing and needs no mpirun. Bytes of ep are those of an even load of the "
             "experts.\n",
             false,
             [&p] { return run_command_plan(p.plan, p.context); });
   PlanOptions& o = p.plan;
   plan->add_option("paths", o.paths, "Scenario files, or folders of them");
-  plan->add_option("--set", o.sets, "key=value put into every scenario, run.*.KEY for all runs");
+  plan->add_option(
+      "--set", o.sets, "key=value put into every scenario, run.*.KEY for all runs (repeatable)");
   CLI::Option* config = plan->add_option(
       "--config", o.config, "Instead of a scenario: a preset, or a config.json or its folder");
   plan->add_option("--topology", o.topology, "Ranks per axis: fsdp=2,cp=8,ep=8")->needs(config);
@@ -339,7 +375,8 @@ void add_plan_command(Program& p) {
   plan->add_option("--policy", o.policy, "Numerics policy; see `lockstep list policies`")
       ->capture_default_str()
       ->needs(config);
-  plan->add_option("--numerics", o.numerics, "Switch that differs from the policy: D61=tp")
+  plan->add_option(
+          "--numerics", o.numerics, "Switch that differs from the policy: D61=tp (repeatable)")
       ->needs(config);
   plan->add_flag("--recompute", o.recompute, "Layers are recomputed in backward")->needs(config);
   plan->add_option("--defaults", o.defaults, kDefaultsHelp)->capture_default_str()->needs(config);
@@ -468,6 +505,19 @@ void refuse_empty_values(CLI::App& app) {
   for (CLI::App* sub : app.get_subcommands({})) refuse_empty_values(*sub);
 }
 
+/// An option that may be repeated takes one word each time where files may follow it: it would
+/// swallow them.
+void keep_files(CLI::App& app) {
+  const std::vector<CLI::Option*> options = app.get_options();
+  const bool files = std::any_of(options.begin(), options.end(), [](const CLI::Option* option) {
+    return option->get_positional();
+  });
+  for (CLI::Option* option : options) {
+    if (files && !option->get_positional()) option->allow_extra_args(false);
+  }
+  for (CLI::App* sub : app.get_subcommands({})) keep_files(*sub);
+}
+
 /// Reports one failure on all channels it belongs to; only one rank of a launcher talks.
 int report_failure(const Failure& failure, const Program& p) {
   std::fflush(stdout);
@@ -507,6 +557,7 @@ int run_program(int argc, char** argv) {
   add_plan_command(p);
   add_machine_commands(p);
   refuse_empty_values(p.app);
+  keep_files(p.app);
   try {
     p.app.parse(argc, argv);
   } catch (const CLI::Success& wanted) {  // --help or --version

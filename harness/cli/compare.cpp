@@ -168,6 +168,31 @@ void print_ends(const FileComparison& result, const FileComparePlan& plan) {
   }
 }
 
+/// Why names without a partner fail, with the first of them and what to do; empty without any.
+std::string partner_text(const FileComparison& result, const FileComparePlan& plan) {
+  constexpr size_t kShown = 3;
+  std::string text;
+  for (const auto& [file, names] :
+       {std::pair{&plan.left, &result.only_left}, {&plan.right, &result.only_right}}) {
+    if (names->empty()) continue;
+    const std::vector<std::string> shown(
+        names->begin(), names->begin() + static_cast<int64_t>(std::min(names->size(), kShown)));
+    text += fmt::format("{}{} only in {}: {}{}",
+                        text.empty() ? "" : "; ",
+                        names->size(),
+                        file->string(),
+                        fmt::join(shown, ", "),
+                        names->size() > kShown ? ", ..." : "");
+  }
+  if (text.empty()) return text;
+  const bool both = !result.only_left.empty() && !result.only_right.empty();
+  return fmt::format("FAIL: tensors without a partner: {}; {}",
+                     text,
+                     both ? "where the two sides name things differently, --module-map translates; "
+                            "--only picks what to compare"
+                          : "--only picks what to compare");
+}
+
 void print_row(const TensorRow& row, size_t width, bool floor) {
   if (!row.problem.empty()) {
     print(fmt::format("{:<{}} FAIL {}\n", row.left, width, row.problem));
@@ -215,7 +240,8 @@ int run_command_compare(const CompareOptions& options, const Context& context) {
                          {"worst", named_json(result.worst(), result)},
                          {"tensors", rows},
                          {"only_left", result.only_left},
-                         {"only_right", result.only_right}}) +
+                         {"only_right", result.only_right},
+                         {"reason", partner_text(result, plan)}}) +
           "\n");
     return result.pass() ? 0 : 1;
   }
@@ -233,9 +259,9 @@ int run_command_compare(const CompareOptions& options, const Context& context) {
                       plan.floor.empty() ? "" : "      floor"));
     for (const TensorRow& row : result.rows) print_row(row, width, !plan.floor.empty());
     for (const std::string& name : result.only_left)
-      print(fmt::format("only in {}: {}\n", plan.left.string(), name));
+      print(fmt::format("{:<{}} FAIL only in {}\n", name, width, plan.left.string()));
     for (const std::string& name : result.only_right)
-      print(fmt::format("only in {}: {}\n", plan.right.string(), name));
+      print(fmt::format("{:<{}} FAIL only in {}\n", name, width, plan.right.string()));
   }
   print_ends(result, plan);
   print(fmt::format("{} of {} tensors pass ({}){}\n",
@@ -246,6 +272,8 @@ int run_command_compare(const CompareOptions& options, const Context& context) {
                         ? ""
                         : fmt::format("; {} without a partner",
                                       result.only_left.size() + result.only_right.size())));
+  const std::string reason = partner_text(result, plan);
+  if (!reason.empty()) print(reason + "\n");
   return result.pass() ? 0 : 1;
 }
 

@@ -6,6 +6,7 @@
 
 #include "harness/cli/commands.hpp"
 #include "harness/cli/operators.hpp"
+#include "harness/launch/paths.hpp"
 #include "harness/launch/schema.hpp"
 #include "model/config/config_json.hpp"
 #include "model/config/numerics.hpp"
@@ -23,13 +24,19 @@ struct Found {
   std::vector<std::string> tags;
 };
 
-/// Scenarios of ./scenarios (or of the current folder when that holds scenario files).
+/// Scenarios of ./scenarios; without such a folder those of the current one and of the source tree.
 std::vector<Found> scenarios_here() {
+  namespace fs = std::filesystem;
   std::vector<Found> found;
-  const std::filesystem::path folder = std::filesystem::exists("scenarios") ? "scenarios" : ".";
-  std::vector<std::filesystem::path> files;
-  for (const auto& entry : std::filesystem::directory_iterator(folder)) {
-    if (entry.path().extension() == ".toml") files.push_back(entry.path());
+  std::vector<fs::path> files, folders = {scenario_folder()};
+  std::error_code unread;
+  if (folders.front() != "scenarios" && !fs::equivalent(folders.front(), ".", unread))
+    folders.emplace_back(".");
+  for (const fs::path& folder : folders) {
+    if (!fs::is_directory(folder, unread)) continue;
+    for (const auto& entry : fs::directory_iterator(folder)) {
+      if (entry.path().extension() == ".toml") files.push_back(entry.path());
+    }
   }
   std::sort(files.begin(), files.end());
   for (const auto& file : files) {
@@ -61,7 +68,8 @@ void list_scenarios(const Context& context) {
                       s.description,
                       s.tags.empty() ? "" : fmt::format(" [{}]", fmt::join(s.tags, ", "))));
   }
-  if (found.empty()) print("no scenario files in ./scenarios or here\n");
+  if (found.empty())
+    print("no scenario files in ./scenarios, here or in the source tree of this program\n");
 }
 
 std::string_view width_name(model::Width width) {

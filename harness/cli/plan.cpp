@@ -153,6 +153,12 @@ int run_command_plan(const PlanOptions& options, const Context& context) {
       if (planned.step.blocked.empty()) print(planned.title + "\n" + planned.step.text);
     }
   }
+  for (const Planned& planned : list) {
+    if (planned.step.warning.empty()) continue;
+    std::fputs(fmt::format("lockstep plan: warning: {}: {}\n", planned.title, planned.step.warning)
+                   .c_str(),
+               stderr);
+  }
   const auto blocked = std::find_if(list.begin(), list.end(), [](const Planned& planned) {
     return !planned.step.blocked.empty();
   });

@@ -49,6 +49,14 @@ fs::path source_path(const fs::path& relative) {
        program_path().string());
 }
 
+fs::path scenario_folder() {
+  try {
+    return source_path("scenarios");
+  } catch (const Error&) {
+    return {};
+  }
+}
+
 fs::path golden_folder() {
   if (const char* chosen = std::getenv("LOCKSTEP_GOLDEN"); chosen != nullptr && *chosen != '\0') {
     return chosen;

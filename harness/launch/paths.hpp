@@ -21,6 +21,9 @@ std::filesystem::path require_golden_python(std::string_view what);
 /// Throws kInput when `relative` is in neither.
 std::filesystem::path source_path(const std::filesystem::path& relative);
 
+/// ./scenarios, else that of the source tree this program was built from; empty when there is none.
+std::filesystem::path scenario_folder();
+
 /// Folder with MANIFEST.json and the stored cases: $LOCKSTEP_GOLDEN, else golden/data of the source
 /// tree. Throws kGolden when there is none.
 std::filesystem::path golden_folder();

@@ -7,6 +7,7 @@
 #include <sstream>
 
 #include "harness/launch/available.hpp"
+#include "harness/launch/paths.hpp"
 #include "harness/launch/scenario_keys.hpp"
 
 namespace lockstep::harness {
@@ -387,6 +388,29 @@ ScenarioSet load_scenario(const fs::path& file, const std::vector<std::string>& 
   return parse_scenario(text.str(), file, sets);
 }
 
+namespace {
+
+/// What may have been meant by a path that is not there: a scenario by its name, or from another
+/// folder.
+std::string where_scenarios_are(const fs::path& path) {
+  const fs::path folder = scenario_folder();
+  if (folder.empty()) return "; name scenario files or folders";
+  std::vector<std::string> names;
+  for (const auto& entry : fs::directory_iterator(folder)) {
+    if (entry.path().extension() == ".toml") names.push_back(entry.path().stem().string());
+  }
+  std::sort(names.begin(), names.end());
+  const std::string name = path.stem().string();
+  if (std::find(names.begin(), names.end(), name) != names.end())
+    return fmt::format("; did you mean {}?", (folder / (name + ".toml")).string());
+  return fmt::format("{}; name scenario files or folders, scenarios are in {}: {}",
+                     did_you_mean(name, names),
+                     folder.string(),
+                     fmt::join(names, ", "));
+}
+
+}  // namespace
+
 std::vector<fs::path> find_scenarios(const std::vector<fs::path>& paths) {
   std::vector<fs::path> files;
   for (const fs::path& path : paths) {
@@ -406,8 +430,9 @@ std::vector<fs::path> find_scenarios(const std::vector<fs::path>& paths) {
     } else {
       LOCKSTEP_CHECK(fs::exists(path, error),
                      kInput,
-                     "scenarios: {} does not exist; name scenario files or folders",
-                     path.string());
+                     "scenarios: {} does not exist{}",
+                     path.string(),
+                     where_scenarios_are(path));
       files.push_back(path);
     }
   }

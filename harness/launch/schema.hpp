@@ -7,6 +7,8 @@
 #include <string_view>
 #include <vector>
 
+#include "model/base/did_you_mean.hpp"
+
 namespace lockstep::harness {
 
 enum class KeyType : uint8_t {
@@ -53,10 +55,5 @@ const std::vector<MetricInfo>& metrics();
 inline constexpr std::string_view kSameChoice = "same_choice";
 /// Null when there is no such metric.
 const MetricInfo* find_metric(std::string_view name) noexcept;
-
-/// The candidate closest to `word` by edit distance, empty when none is near enough to be meant.
-std::string nearest(std::string_view word, const std::vector<std::string>& candidates);
-/// "; did you mean 'x'?" or "".
-std::string did_you_mean(std::string_view word, const std::vector<std::string>& candidates);
 
 }  // namespace lockstep::harness

@@ -77,6 +77,14 @@ std::string skipped_text(const Counts& scenarios, const Counts& comparisons) {
   return "";
 }
 
+/// Rows of the table that no limit judges, so that its rows add up.
+std::string recorded_text(const Counts& comparisons) {
+  if (comparisons.recorded == 0) return "";
+  return fmt::format("; {} without a limit {} recorded",
+                     plural(comparisons.recorded, "comparison"),
+                     comparisons.recorded == 1 ? "is" : "are");
+}
+
 std::string stopped_text(const Report& report, int64_t errors) {
   const ScenarioResult* worst = nullptr;
   for (const ScenarioResult& s : report.scenarios) {
@@ -355,6 +363,7 @@ std::string verdict_sentence(const Report& report) {
                           pair_text(worst),
                           numbers_text(*worst.comparison));
     }
+    text += recorded_text(comparisons);
     if (scenarios.error > 0) text += "; " + stopped_text(report, scenarios.error);
   } else if (scenarios.error > 0) {
     text = stopped_text(report, scenarios.error);
@@ -381,6 +390,7 @@ std::string verdict_sentence(const Report& report) {
     } else if (worst.comparison != nullptr) {
       text += ", and every difference is zero";
     }
+    text += recorded_text(comparisons);
   } else if (scenarios.pass > 0) {
     text = scenarios.pass == 1 ? "The one scenario passed"
                                : fmt::format("All {} scenarios passed", scenarios.pass);

@@ -158,8 +158,13 @@ const TensorRow* FileComparison::worst() const {
   return found;
 }
 
+const std::vector<std::string>& file_metrics() {
+  static const std::vector<std::string> metrics = {"rel_l2", "max_abs", "ulp_max", "cosine"};
+  return metrics;
+}
+
 FileComparison compare_files(const FileComparePlan& plan) {
-  static const std::vector<std::string> usable = {"rel_l2", "max_abs", "ulp_max", "cosine"};
+  const std::vector<std::string>& usable = file_metrics();
   LOCKSTEP_CHECK(std::find(usable.begin(), usable.end(), plan.metric) != usable.end(),
                  kInput,
                  "--metric {}: every tensor has to have it; use one of {}{}",

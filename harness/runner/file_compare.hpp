@@ -49,6 +49,9 @@ struct FileComparison {
   [[nodiscard]] const TensorRow* worst() const;
 };
 
+/// What FileComparePlan::metric may be.
+const std::vector<std::string>& file_metrics();
+
 /// Values are compared in float64 whatever the dtypes, and dtypes that differ are noted. Without a
 /// limit a tensor passes when dtype and bytes are equal. Throws kInput for unreadable files, files
 /// without tensors, patterns that match nothing, limits that are no bound of the metric, and when

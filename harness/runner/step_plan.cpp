@@ -324,6 +324,32 @@ Json rank_json(size_t number, const Rank& rank) {
           {"traffic_seconds", rank.traffic_s}};
 }
 
+/// Which ranks have nothing to do, and why; empty when all have tokens.
+std::string idle_text(const StepPlanInput& in, const std::vector<Rank>& ranks) {
+  std::vector<size_t> idle;
+  for (size_t r = 0; r < ranks.size(); ++r) {
+    if (ranks[r].tokens == 0) idle.push_back(r);
+  }
+  if (idle.empty()) return {};
+  const int64_t rows = in.topology.dp * in.topology.fsdp;
+  constexpr size_t kShown = 8;
+  const std::vector<size_t> shown(
+      idle.begin(), idle.begin() + static_cast<int64_t>(std::min(idle.size(), kShown)));
+  const std::string where = fmt::format("{} of {} ranks ({}{}) get",
+                                        idle.size(),
+                                        ranks.size(),
+                                        fmt::join(shown, " "),
+                                        idle.size() > kShown ? " ..." : "");
+  return fmt::format(
+      "{} no tokens: documents go whole to the dp x fsdp = {} rows of ranks, and cp "
+      "cuts each row; give at least {} documents of near-even lengths, long enough "
+      "to be cut into {}",
+      where,
+      rows,
+      rows,
+      in.topology.cp);
+}
+
 }  // namespace
 
 StepPlanText describe_step(const StepPlanInput& input) {
@@ -343,6 +369,8 @@ StepPlanText describe_step(const StepPlanInput& input) {
   std::vector<Rank> ranks;
   for (int64_t rank = 0; rank < input.topology.num_ranks(); ++rank)
     ranks.push_back(plan_rank(input, rank));
+  plan.warning = idle_text(input, ranks);
+  if (!plan.warning.empty()) json["warning"] = plan.warning;
   const std::vector<Host> hosts = hosts_of(input, ranks);
   const Files files =
       parallel::checkpoint_files(input.config, input.num, parallel::OptimizerKind::kAdamW);

@@ -115,6 +115,45 @@ TEST_F(Files, APlantedChangeIsNamedAsTheLayerItWasMadeIn) {
   EXPECT_THAT(found.output, HasSubstr("first over its limit in model order: layers.2.mlp"));
 }
 
+TEST_F(Files, CompareSaysWhyNamesWithoutAPartnerFail) {
+  const Tensor one = at::ones({3});
+  model::write_safetensors_file(path("a.safetensors"), {{"x", one}, {"h.0.attn", one}});
+  model::write_safetensors_file(path("b.safetensors"), {{"x", one}, {"layers.0.self_attn", one}});
+  model::write_safetensors_file(path("c.safetensors"), {{"x", one}});
+  const Outcome named = lockstep({"compare", path("a.safetensors"), path("b.safetensors"), "-q"});
+  EXPECT_EQ(named.exit_code, 1);
+  EXPECT_THAT(named.output, HasSubstr("FAIL: tensors without a partner: 1 only in "));
+  EXPECT_THAT(named.output, HasSubstr("a.safetensors: h.0.attn; 1 only in "));
+  EXPECT_THAT(named.output, HasSubstr("b.safetensors: layers.0.self_attn; "));
+  EXPECT_THAT(named.output, HasSubstr("--module-map"));
+  const Outcome more = lockstep({"compare", path("a.safetensors"), path("c.safetensors")});
+  EXPECT_EQ(more.exit_code, 1);
+  EXPECT_THAT(more.output, HasSubstr("1 only in"));
+  EXPECT_THAT(more.output, Not(HasSubstr("--module-map")));
+  EXPECT_THAT(lockstep({"compare", path("a.safetensors"), path("c.safetensors"), "--json"}).output,
+              HasSubstr("\"reason\": \"FAIL: tensors without a partner: 1 only in"));
+}
+
+TEST_F(Files, OptionsThatMayBeRepeatedLeaveFilesAlone) {
+  const Tensor one = at::ones({3});
+  model::write_safetensors_file(path("a.safetensors"), {{"x", one}, {"y", one}, {"z", one}});
+  model::write_safetensors_file(path("b.safetensors"), {{"x", one}, {"y", one}, {"z", one + 1}});
+  const std::string a = path("a.safetensors"), b = path("b.safetensors");
+  using Words = std::vector<std::string>;
+  for (const Words& words : {Words{"compare", "--only", "x", "--only", "y", a, b},
+                             Words{"compare", a, b, "--only", "x", "--only", "y"},
+                             Words{"compare", "--only", "x,y", a, "--limit", "0", b}}) {
+    const Outcome outcome = lockstep(words);
+    EXPECT_EQ(outcome.exit_code, 0) << outcome.errors;
+    EXPECT_THAT(outcome.output, HasSubstr("2 of 2 tensors pass"));
+  }
+  const Outcome golden = lockstep({"golden", "verify", "--policy", "float32,float64", "tinny"});
+  EXPECT_EQ(golden.exit_code, 4);
+  EXPECT_THAT(golden.errors, HasSubstr("no case 'tinny'; did you mean 'tiny'?"));
+  const std::string scenario = std::string(LOCKSTEP_SOURCE_DIR) + "/scenarios/cp_equivalence.toml";
+  EXPECT_EQ(lockstep({"plan", "--set", "model.seed=1", scenario, "-q"}).exit_code, 0);
+}
+
 TEST_F(Files, FilesWithoutTensorsAreNamed) {
   model::write_safetensors_file(path("a.safetensors"), {{"x", at::ones({3})}});
   golden::Hdf5Writer(path("none.h5")).commit();

@@ -1,6 +1,7 @@
 // `lockstep plan`: a step on paper, from a scenario or from options.
 #include <map>
 #include <nlohmann/json.hpp>
+#include <sstream>
 
 #include "model/checkpoint/parameters.hpp"
 #include "model/config/config_json.hpp"
@@ -41,6 +42,22 @@ TEST_F(Plan, NamesTheGroupsOfEveryAxis) {
   }
   EXPECT_EQ(tokens, (std::vector<int64_t>{8, 9, 15, 15}));
   EXPECT_EQ(first, (std::vector<int64_t>{0, 8, 17, 32}));
+}
+
+TEST_F(Plan, WarnsOfRanksWithoutTokensAndItsOwnExampleHasNone) {
+  const Outcome idle =
+      plan({"--config", "tiny", "--topology", "fsdp=2,cp=2", "--documents", "10", "--json"});
+  EXPECT_THAT(idle.errors, HasSubstr("warning"));
+  EXPECT_THAT(idle.errors, HasSubstr("2 of 4 ranks (0 1) get no tokens"));
+  EXPECT_THAT(std::string(first_of(idle)["warning"]), HasSubstr("at least 2 documents"));
+  const std::string help = plan({"--help"}).output;
+  const size_t begin = help.find("lockstep plan --config") + std::string("lockstep plan ").size();
+  std::istringstream line(help.substr(begin, help.find('\n', begin) - begin));
+  std::vector<std::string> words;
+  for (std::string word; line >> word;) words.push_back(word);
+  const Outcome example = plan(words);
+  EXPECT_EQ(example.exit_code, 0) << example.errors;
+  EXPECT_EQ(example.errors, "");
 }
 
 TEST_F(Plan, RanksHoldEveryParameterOnceAndReceiveWhatIsSent) {

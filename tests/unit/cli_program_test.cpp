@@ -53,6 +53,25 @@ TEST_F(Program, WrongCommandLinesAreExitTwoWithAHint) {
   expect_refused(lockstep({"list", "presets", "--policy", "float32"}), 2, {"--policy"});
 }
 
+TEST_F(Program, CompareHelpListsMetricsAndTheOrder) {
+  const std::string help = lockstep({"compare", "--help"}).output;
+  for (const char* part : {"rel_l2, max_abs, ulp_max, cosine", "model order", "--module-map"})
+    EXPECT_THAT(help, HasSubstr(part));
+}
+
+TEST_F(Program, ScenariosAreFoundFromAnyFolder) {
+  const std::string program = std::string(LOCKSTEP_BINARY_DIR) + "/lockstep";
+  const auto here = [&](const std::string& words) {
+    return run_command(
+        {"sh", "-c", fmt::format("cd {} && {} {}", folder_.string(), program, words)});
+  };
+  expect_refused(
+      here("run demo --dry-run"), 2, {"demo does not exist; did you mean", "demo.toml?"});
+  expect_refused(
+      here("run cp_equivalense"), 2, {"did you mean 'cp_equivalence'", "scenarios are in"});
+  EXPECT_THAT(here("list scenarios").output, HasSubstr("/scenarios/demo.toml"));
+}
+
 TEST_F(Program, BenchGivesTimesByOperatorAndGrowthAsJson) {
   const Outcome outcome = lockstep(
       {"bench", "--preset", "tiny", "--tokens", "48", "--growth", "--repeats", "1", "--json"});

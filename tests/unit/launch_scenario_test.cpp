@@ -288,8 +288,8 @@ TEST(Schema, EveryScenarioOfTheProjectIsReadAndTagged) {
 }
 
 TEST(Schema, NearestFindsTypingErrorsAndNothingFarAway) {
-  EXPECT_EQ(nearest("polcy", {"policy", "engine"}), "policy");
-  EXPECT_EQ(nearest("zzzzzz", {"policy", "engine"}), "");
+  EXPECT_EQ(did_you_mean("polcy", {"policy", "engine"}), "; did you mean 'policy'?");
+  EXPECT_EQ(did_you_mean("zzzzzz", {"policy", "engine"}), "");
 }
 
 }  // namespace

@@ -193,6 +193,17 @@ TEST(Result, VerdictNamesTheWorstWithNumbersThatDiffer) {
   EXPECT_THAT(verdict, HasSubstr("at most 1e-6"));
 }
 
+TEST(Result, VerdictCountsEveryRowOfTheTable) {
+  ScenarioResult s;
+  s.comparisons = {judged(1, 2), judged(1, 2), judged(1, 2)};
+  s.comparisons[2].limit.reset();
+  s.comparisons[2].status = Status::kRecorded;
+  EXPECT_THAT(of({s}).verdict, HasSubstr("All 2 comparisons in 1 scenario"));
+  EXPECT_THAT(of({s}).verdict, HasSubstr("; 1 comparison without a limit is recorded."));
+  s.comparisons[1] = judged(3, 2);
+  EXPECT_THAT(of({s}).verdict, HasSubstr("1 comparison without a limit is recorded"));
+}
+
 TEST(Result, NumbersReadAsPeopleWriteThem) {
   EXPECT_EQ(format_number(1.2e-9), "1.2e-9");
   EXPECT_EQ(format_number(0), "0");
