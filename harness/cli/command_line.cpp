@@ -33,6 +33,7 @@ struct Program {
   std::function<int()> action;
 
   RunOptions run;
+  AttributeOptions attribute;
   LogitsOptions logits, dump;
   InspectOptions inspect;
   CompareOptions compare;
@@ -195,6 +196,49 @@ void add_run_commands(Program& p) {
   worker->add_option("--run", p.worker.run)->required();
   worker->add_option("--out", p.worker.out)->required();
   worker->add_option("--replay", p.worker.replay);
+}
+
+void add_attribute_command(Program& p) {
+  CLI::App* sub = p.add(
+      p.app,
+      "attribute",
+      "Which numerics switch makes how much of the distance between two runs",
+      "  lockstep attribute scenarios/trainer_vs_serving_bf16.toml\n"
+      "  lockstep attribute scenarios/demo.toml --from fsdp-bf16 --to vllm-bf16 --seeds 10\n"
+      "  lockstep attribute scenarios/router_replay.toml --from serving --to trainer-replay\n"
+      "  lockstep attribute scenarios/demo.toml --dump theirs.safetensors\n\n"
+      "Each switch in which the two sides differ is changed alone, left out alone, and added in "
+      "the order of cost. The first seed has the scenario's tokens; later ones have random tokens "
+      "in documents of the same lengths, and other weights where those come from a seed.\n"
+      "With --dump there is one side, and the numerics of the other are unknown: the switches "
+      "are searched for that come nearest to the dump's `logprobs`.\n",
+      true,
+      [&p] { return run_command_attribute(p.attribute, p.context); });
+  AttributeOptions& o = p.attribute;
+  sub->add_option("scenario", o.scenario, "Scenario file; of a sweep the first point")->required();
+  sub->add_option("--from",
+                  o.from,
+                  "Run of the scenario, or policy, whose switches are the start; default: the "
+                  "trainer of its first comparison");
+  CLI::Option* to =
+      sub->add_option("--to", o.to, "Run or policy to explain; default: the other side of it");
+  sub->add_option("--dump",
+                  o.dump,
+                  "File with `logprobs` [tokens] of another program on the scenario's documents "
+                  "(safetensors, HDF5, npz)")
+      ->excludes(to);
+  sub->add_option("--seeds", o.seeds, "Seeds to measure over")
+      ->capture_default_str()
+      ->check(CLI::Range(int64_t{1}, int64_t{1000}));
+  sub->add_option("--most", o.most, "With --dump: switches to find at most")
+      ->capture_default_str()
+      ->check(CLI::Range(int64_t{1}, int64_t{72}));
+  sub->add_option("--set", o.sets, "key=value put into the scenario, run.*.KEY for all runs")
+      ->allow_extra_args(false);
+  sub->add_option("--out", o.out, "Folder for the report")->capture_default_str();
+  sub->add_option("--comm-timeout-ms", o.comm_timeout_ms, kTimeoutHelp)
+      ->capture_default_str()
+      ->check(CLI::Range(int64_t{1}, kLongestTimeout));
 }
 
 void add_file_commands(Program& p) {
@@ -552,6 +596,7 @@ int run_program(int argc, char** argv) {
       "peer failure, 4 golden missing or stale, 5 internal.\n"
       "`lockstep COMMAND --help` shows the options of a command with examples.");
   add_run_commands(p);
+  add_attribute_command(p);
   add_file_commands(p);
   add_golden_commands(p);
   add_plan_command(p);

@@ -29,6 +29,16 @@ struct RunOptions {
 };
 int run_command_run(const RunOptions& options, const Context& context);
 
+struct AttributeOptions {
+  std::filesystem::path scenario, dump, out = "out";
+  std::vector<std::string> sets;
+  std::string from, to;  ///< runs of the scenario, or policies; empty: its first comparison
+  int64_t seeds = 5;
+  int64_t most = 4;  ///< switches that explain a dump
+  int64_t comm_timeout_ms = 300000;
+};
+int run_command_attribute(const AttributeOptions& options, const Context& context);
+
 /// Options of logits and dump, which run one engine over one checkpoint and one set of documents.
 struct LogitsOptions {
   std::filesystem::path model, docs, out;

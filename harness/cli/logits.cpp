@@ -172,20 +172,7 @@ int run_engine(const LogitsOptions& options,
   if (ranks > 1 && !under_mpi_launcher()) {
     check_output(options.out, options.docs, options.model);
     check_topology(run, workload_of(options).source->config());
-    const Outcome outcome = run_ranks(
-        ranks, context.arguments, [](std::string_view line) { print(fmt::format("{}\n", line)); });
-    const std::string told = own_errors(outcome.errors);
-    // No rank of these commands ends with 1: that is the launcher, which started none.
-    LOCKSTEP_CHECK(outcome.exit_code != 1,
-                   kComm,
-                   "starting {} ranks: the launcher ended with 1; its own words are\n{}",
-                   ranks,
-                   outcome.errors);
-    if (!told.empty() || outcome.exit_code != 0) {
-      std::fputs(fmt::format("{}\n", told.empty() ? outcome.errors : told).c_str(), stderr);
-    }
-    // A rank that a signal ended is a peer that died.
-    return outcome.exit_code >= 128 ? exit_code(ErrorKind::kComm) : outcome.exit_code;
+    return start_own_ranks(ranks, context);
   }
   return on_ranks(context, command, [&](const parallel::Session& session) {
     const bool first = session.world().rank() == 0;

@@ -96,6 +96,23 @@ void check_hang_rank(int64_t ranks) {
       ranks - 1);
 }
 
+int start_own_ranks(int64_t ranks, const Context& context) {
+  const Outcome outcome = run_ranks(
+      ranks, context.arguments, [](std::string_view line) { print(fmt::format("{}\n", line)); });
+  const std::string told = own_errors(outcome.errors);
+  // No rank of these commands ends with 1: that is the launcher, which started none.
+  LOCKSTEP_CHECK(outcome.exit_code != 1,
+                 kComm,
+                 "starting {} ranks: the launcher ended with 1; its own words are\n{}",
+                 ranks,
+                 outcome.errors);
+  if (!told.empty() || outcome.exit_code != 0) {
+    std::fputs(fmt::format("{}\n", told.empty() ? outcome.errors : told).c_str(), stderr);
+  }
+  // A rank that a signal ended is a peer that died.
+  return outcome.exit_code >= 128 ? exit_code(ErrorKind::kComm) : outcome.exit_code;
+}
+
 int on_ranks(const Context& context,
              std::string_view command,
              const std::function<int(const parallel::Session&)>& body) {

@@ -17,6 +17,10 @@ int on_ranks(const Context& context,
              std::string_view command,
              const std::function<int(const parallel::Session&)>& body);
 
+/// Starts this command again on that many ranks of this machine and passes on what they print.
+/// Returns their exit code. Throws kComm where the launcher starts none.
+int start_own_ranks(int64_t ranks, const Context& context);
+
 /// Throws kConfig where --hang-rank names none of these ranks, or the only one of a command that
 /// needs no launcher.
 void check_hang_rank(int64_t ranks);

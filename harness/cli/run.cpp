@@ -2,10 +2,9 @@
 
 #include <algorithm>
 #include <chrono>
-#include <ctime>
 #include <filesystem>
 
-#include "golden/store/hdf5.hpp"
+#include "harness/cli/begin_report.hpp"
 #include "harness/cli/commands.hpp"
 #include "harness/cli/errors.hpp"
 #include "harness/cli/ranks.hpp"
@@ -16,42 +15,12 @@
 #include "harness/runner/progress.hpp"
 #include "harness/runner/run_output.hpp"
 #include "harness/runner/runner.hpp"
-#include "model/base/parallel.hpp"
-#include "model/checkpoint/mapped_file.hpp"
 #include "reports/writer/writer.hpp"
 
 namespace lockstep::harness {
 namespace {
 
 namespace fs = std::filesystem;
-
-std::string utc_now() {
-  const std::time_t now = std::time(nullptr);
-  std::tm parts{};
-  gmtime_r(&now, &parts);
-  char text[32];
-  std::strftime(text, sizeof text, "%Y-%m-%dT%H:%M:%SZ", &parts);
-  return text;
-}
-
-/// The words in a form that a shell reads back.
-std::string shell_line(const std::vector<std::string>& words) {
-  std::string line = "lockstep";
-  for (const std::string& word : words) {
-    const bool plain = !word.empty() && word.find_first_not_of(
-                                            "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
-                                            "0123456789-_=./,:+@%") == std::string::npos;
-    line += ' ';
-    if (plain) {
-      line += word;
-      continue;
-    }
-    line += '\'';
-    for (const char c : word) line += c == '\'' ? std::string("'\\''") : std::string(1, c);
-    line += '\'';
-  }
-  return line;
-}
 
 bool wanted(const ScenarioSet& set, const std::vector<std::string>& tags) {
   return tags.empty() || std::any_of(tags.begin(), tags.end(), [&](const std::string& tag) {
@@ -99,19 +68,6 @@ int64_t most_ranks(const std::vector<ScenarioSet>& sets, const parallel::Session
   return most;
 }
 
-/// Found out before anything is computed: a result that cannot be written is a waste.
-void check_writable(const fs::path& out) {
-  std::error_code error;
-  fs::create_directories(out, error);
-  LOCKSTEP_CHECK(!error && fs::is_directory(out),
-                 kInput,
-                 "run: cannot make the folder {}: {}; choose another with --out",
-                 out.string(),
-                 error ? error.message() : "something else has that name");
-  model::AtomicFile probe((out / ".writable").string());
-  probe.write("", 0);
-}
-
 /// Without progress lines, scenarios that could not be finished are told here.
 void tell_errors(const Report& report) {
   for (const ScenarioResult& scenario : report.scenarios) {
@@ -145,17 +101,11 @@ int run_on_rank(const RunOptions& options,
   }
   // A mistake in the last file should not cost the time of the first ones.
   for (const ScenarioSet& set : sets) check_scenario(set, session);
-  if (first) check_writable(options.out);
+  if (first) check_writable(options.out, "run");
   const auto start = std::chrono::steady_clock::now();
   Progress progress(context.quiet || !first ? Progress::Mode::kQuiet : Progress::Mode::kAuto);
-  Report report;
+  Report report = begin_report(context);
   report.title = sets.size() == 1 ? sets.front().name : fmt::format("{} scenarios", sets.size());
-  report.started = utc_now();
-  report.command = shell_line(context.arguments);
-  report.environment = local_environment();
-  report.environment.threads = num_threads();
-  report.environment.mpi = mpi_version();
-  report.environment.hdf5 = golden::hdf5_version();
   RunnerOptions runner;
   runner.out = options.out;
   runner.sets = options.sets;

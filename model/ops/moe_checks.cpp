@@ -42,7 +42,7 @@ RouterForm check_route(const Tensor& x,
   check_shape(x, {-1, gate.size(1)}, "route: x");
   check_dtype(x, num.act(), "route: x");
   check_shape(bias, {E}, "route: bias");
-  check_dtype(bias, num.acc(), "route: bias");
+  check_weight_dtype(bias, num, "route: bias");
   RouterForm form{};
   form.tokens = x.size(0);
   form.experts = E;
