@@ -30,6 +30,21 @@ constexpr std::string_view kGlyphs =
     R"(<symbol id="g-error" viewBox="0 0 10 10"><path d="M5 1v4.6m0 3v.2"/></symbol>)"
     R"(<symbol id="g-recorded" viewBox="0 0 10 10"><path d="M5 2.5a2.5 2.5 0 1 0 .01 0z"/></symbol></svg>)";
 
+/// Escaped text in which names with hyphens, unless they are long, stay on one line.
+std::string unbroken(std::string_view text) {
+  constexpr size_t kLong = 32;
+  std::string out;
+  while (true) {
+    const size_t end = text.find(' ');
+    const std::string_view word = text.substr(0, end);
+    const bool keep = word.size() <= kLong && word.find('-') != std::string_view::npos;
+    out += keep ? fmt::format(R"(<span class="whole">{}</span>)", escape(word)) : escape(word);
+    if (end == std::string_view::npos) return out;
+    out += ' ';
+    text.remove_prefix(end + 1);
+  }
+}
+
 std::string tally(const Report& report) {
   const Counts c = harness::count_comparisons(report);
   std::string bar, counts;
@@ -80,7 +95,7 @@ std::string verdict(const Report& report) {
       escape(report.title.empty() ? "Lockstep" : report.title),
       facts,
       headline(report),
-      escape(sentence_below(report)),
+      unbroken(sentence_below(report)),
       tally(report));
 }
 

@@ -34,7 +34,7 @@ code,pre,.mono{font-family:var(--mono);font-size:.92em}
 .verdict .name{display:flex;flex-wrap:wrap;gap:4px 14px;justify-content:space-between;color:var(--soft);font-size:13px}
 .verdict .name b{color:var(--ink);font-weight:600}
 .verdict h1{font-size:clamp(34px,5.4vw,54px);line-height:1.08;font-weight:720;letter-spacing:-.025em;color:var(--tone);margin:10px 0 8px}
-.verdict .sentence{font-size:18px;line-height:1.4;max-width:62em;overflow-wrap:anywhere}
+.verdict .sentence{font-size:18px;line-height:1.4;max-width:62em;overflow-wrap:anywhere}.whole{white-space:nowrap}
 .tally{display:flex;height:8px;margin:18px 0 8px;gap:2px}
 .tally span{background:var(--tone);min-width:3px;border-radius:1px}
 .counts{display:flex;flex-wrap:wrap;gap:3px 20px;font-size:13px;margin-top:14px}

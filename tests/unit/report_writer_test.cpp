@@ -270,6 +270,22 @@ TEST(ReportHtml, NamesAreEscapedWhereverTheyAppear) {
   EXPECT_EQ(html.find('\xff'), std::string::npos);
 }
 
+TEST(ReportHtml, TheFirstAndTheWorstPlaceAreLabelled) {
+  const std::string html = render_html(harness::example_fail());
+  EXPECT_THAT(html, HasSubstr(">first divergence: layers.2.kda.A_log (3 of 5 in backward order)"));
+  EXPECT_THAT(html, HasSubstr(">worst: layers.2.kda.dt_bias: rel_l2 3.1e-6, limit 0<"));
+  Report within = harness::example_pass();
+  within.scenarios.front().comparisons.front().first_divergence = "logits[0,1]: got 1 want 2";
+  EXPECT_THAT(render_html(within), HasSubstr(">first difference: logits[0,1]"));
+}
+
+TEST(ReportHtml, NamesInTheVerdictAreNotBrokenAtHyphens) {
+  Report report = harness::example_pass();
+  report.verdict = "The closest is (hf-bf16) of a-name-that-is-too-long-for-a-narrow-screen.";
+  const std::string html = render_html(report);
+  EXPECT_THAT(html, HasSubstr("<span class=\"whole\">(hf-bf16)</span> of a-name-that"));
+}
+
 TEST(ReportHtml, RunsOfAWrongScenarioGetNoSpeed) {
   const Report right = harness::example_pass();
   Report wrong = right;
