@@ -78,9 +78,8 @@ Sides sides_of(const Scenario& scenario, const AttributeOptions& options) {
     if (!left.empty()) {
       // Held still: what the other takes its experts from, the trainer of a pair, the right side.
       const RunSpec &l = *scenario.find_run(left), &r = *scenario.find_run(right);
-      const bool mixed = l.engine != r.engine;
-      if (mixed ? l.engine != "trainer" || l.replay == right : r.replay != left)
-        std::swap(left, right);
+      const bool left_trains = l.engine == "trainer" && r.engine != "trainer";
+      if (left_trains ? l.replay == right : r.replay != left) std::swap(left, right);
     }
     if (from.empty()) from = left == to ? right : left;
     if (to.empty()) to = from == right ? left : right;

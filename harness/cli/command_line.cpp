@@ -255,12 +255,14 @@ void add_file_commands(Program& p) {
   CLI::App* compare = p.add(
       p.app,
       "compare",
-      "Compare tensors of two files by name (safetensors, HDF5, npz)",
+      "Compare tensors of two files by name (safetensors, HDF5, npz, JSON of a completion server)",
       "  lockstep compare mine.safetensors theirs.npz\n"
       "  lockstep compare mine.h5 theirs.h5 --module-map names.toml --limit 1e-5\n"
       "  lockstep compare bf16.h5 f64.h5 --floor other-bf16.h5\n"
       "  lockstep compare mixed.h5 f64.h5 --metric ulp_max --limit bfloat16=4 --limit "
-      "float32=64\n\n"
+      "float32=64\n"
+      "  lockstep compare mine.safetensors http://localhost:8000/v1/completions --docs docs.json "
+      "--only logprobs --metric mismatch_kl --limit 1e-3\n\n"
       "Values are compared in float64, whatever the dtypes; max ulp counts steps of the coarser "
       "dtype, after rounding to it.\n"
       "Tensors are listed in model order: embedding, layers by number with their operators as "
@@ -275,8 +277,15 @@ void add_file_commands(Program& p) {
           "  \"model.layers.*.self_attn.o_proj\" = \"layers.{}.mixer.out\"\n",
       false,
       [&p] { return run_command_compare(p.compare, p.context); });
-  compare->add_option("left", p.compare.left, "File to judge")->required();
-  compare->add_option("right", p.compare.right, "File held to be true")->required();
+  compare->add_option("left", p.compare.left, "File to judge, or address of a completion server")
+      ->required();
+  compare->add_option("right", p.compare.right, "File held to be true, or such an address")
+      ->required();
+  compare->add_option(
+      "--docs", p.compare.docs, "Documents to ask a server about: {\"documents\": [[ids], [ids]]}");
+  compare->add_option("--served-model",
+                      p.compare.served_model,
+                      "Model to ask a server for; default: the first that it lists");
   compare->add_option("--module-map", p.compare.module_map, "TOML table of name patterns");
   compare
       ->add_option("--only",

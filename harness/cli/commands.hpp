@@ -60,6 +60,8 @@ int run_command_inspect(const InspectOptions& options, const Context& context);
 
 struct CompareOptions {
   std::filesystem::path left, right, module_map, floor;
+  std::filesystem::path docs;  ///< what a server is asked about
+  std::string served_model;
   std::vector<std::string> only;    ///< patterns of names
   std::vector<std::string> limits;  ///< "1e-5" for all tensors, "bfloat16=4" for one dtype
   std::string metric = "rel_l2";

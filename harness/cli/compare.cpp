@@ -6,9 +6,11 @@
 #include <nlohmann/json.hpp>
 
 #include "harness/cli/commands.hpp"
+#include "harness/launch/documents_file.hpp"
 #include "harness/launch/schema.hpp"
 #include "harness/result/json_text.hpp"
 #include "harness/result/result.hpp"
+#include "harness/runner/completions.hpp"
 #include "harness/runner/file_compare.hpp"
 
 namespace lockstep::harness {
@@ -108,6 +110,7 @@ Json to_json(const TensorRow& row) {
   out["ulp_histogram"] = histogram;
   if (row.kl) out["kl"] = number(*row.kl);
   if (row.top1) out["top1"] = number(*row.top1);
+  if (row.mismatch_kl) out["mismatch_kl"] = number(*row.mismatch_kl);
   if (row.floor) out["noise_floor_rel_l2"] = number(*row.floor);
   out["first_divergence"] = row.first;
   out["note"] = row.note;
@@ -200,7 +203,7 @@ void print_row(const TensorRow& row, size_t width, bool floor) {
   }
   const golden::Comparison& c = row.result;
   print(fmt::format(
-      "{:<{}} {} {:>10} {:>10} {:>11} {:>9}{}{}\n",
+      "{:<{}} {} {:>10} {:>10} {:>11} {:>9}{}{}{}\n",
       row.left,
       width,
       row.pass ? "pass" : "FAIL",
@@ -210,7 +213,8 @@ void print_row(const TensorRow& row, size_t width, bool floor) {
       format_number(c.cosine),
       floor ? fmt::format(" {:>10}", row.floor ? format_number(*row.floor) : "-") : "",
       row.kl ? fmt::format("  kl {} top1 {}", format_number(*row.kl), format_number(*row.top1))
-             : ""));
+             : "",
+      row.mismatch_kl ? fmt::format("  mismatch_kl {}", format_number(*row.mismatch_kl)) : ""));
   if (!row.note.empty()) print(fmt::format("    {}\n", row.note));
   if (!row.pass && !row.first.empty()) print(fmt::format("    {}\n", row.first));
 }
@@ -225,6 +229,14 @@ int run_command_compare(const CompareOptions& options, const Context& context) {
   plan.only = options.only;
   plan.metric = options.metric;
   read_limits(options.limits, plan);
+  plan.open = [&](const std::filesystem::path& path) {
+    if (!is_url(path.string())) return open_tensor_file(path);
+    LOCKSTEP_CHECK(!options.docs.empty(),
+                   kInput,
+                   "compare: {} is a server; name the documents to ask it about with --docs",
+                   path.string());
+    return ask_completions(path.string(), read_documents(options.docs), options.served_model);
+  };
   if (!options.module_map.empty()) plan.map = ModuleMap::load(options.module_map);
   const FileComparison result = compare_files(plan);
   int64_t failed = 0;

@@ -17,8 +17,14 @@
 namespace lockstep::harness {
 namespace {
 
+constexpr std::string_view kMismatchKl = "mismatch_kl";
+
 bool like_logits(const std::string& name, const Tensor& tensor) {
   return name.ends_with("logits") && tensor.dim() == 2 && tensor.is_floating_point();
+}
+
+bool like_logprobs(const std::string& name, const Tensor& tensor) {
+  return name.ends_with("logprobs") && tensor.dim() == 1 && tensor.is_floating_point();
 }
 
 std::string shape_text(const Tensor& tensor) {
@@ -41,6 +47,12 @@ void fill_row(const FileComparePlan& plan,
     row.kl = measure("kl", got, want, row.left);
     row.top1 = measure("top1", got, want, row.left);
   }
+  const bool logprobs = like_logprobs(row.left, got);
+  if (logprobs) row.mismatch_kl = measure("mismatch_kl", got, want, row.left);
+  LOCKSTEP_CHECK(logprobs || plan.metric != kMismatchKl,
+                 kShape,
+                 "mismatch_kl is measured of log-probabilities, [tokens] under a name that ends "
+                 "with logprobs; --only logprobs leaves others out");
   if (floor != nullptr) {
     const std::vector<std::string> names = floor->names();
     if (std::find(names.begin(), names.end(), row.right) != names.end()) {
@@ -159,7 +171,8 @@ const TensorRow* FileComparison::worst() const {
 }
 
 const std::vector<std::string>& file_metrics() {
-  static const std::vector<std::string> metrics = {"rel_l2", "max_abs", "ulp_max", "cosine"};
+  static const std::vector<std::string> metrics = {
+      "rel_l2", "max_abs", "ulp_max", "cosine", std::string(kMismatchKl)};
   return metrics;
 }
 
@@ -167,14 +180,14 @@ FileComparison compare_files(const FileComparePlan& plan) {
   const std::vector<std::string>& usable = file_metrics();
   LOCKSTEP_CHECK(std::find(usable.begin(), usable.end(), plan.metric) != usable.end(),
                  kInput,
-                 "--metric {}: every tensor has to have it; use one of {}{}",
+                 "--metric {}: not one of files; use one of {}{}",
                  plan.metric,
                  fmt::join(usable, ", "),
                  did_you_mean(plan.metric, usable));
   if (plan.limit) check_limit(plan.metric, *plan.limit);
   for (const auto& [dtype, limit] : plan.per) check_limit(plan.metric, limit);
-  const auto left = open_tensor_file(plan.left), right = open_tensor_file(plan.right);
-  const auto floor = plan.floor.empty() ? nullptr : open_tensor_file(plan.floor);
+  const auto left = plan.open(plan.left), right = plan.open(plan.right);
+  const auto floor = plan.floor.empty() ? nullptr : plan.open(plan.floor);
   const std::vector<std::string> left_names = left->names(), right_names = right->names();
   for (const auto* side : {&left_names, &right_names}) {
     LOCKSTEP_CHECK(!side->empty(),

@@ -2,13 +2,16 @@
 #pragma once
 
 #include <filesystem>
+#include <functional>
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "golden/compare/metrics.hpp"
 #include "harness/launch/module_map.hpp"
+#include "harness/runner/tensor_file.hpp"
 
 namespace lockstep::harness {
 
@@ -20,19 +23,21 @@ struct FileComparePlan {
   std::string metric = "rel_l2";
   std::optional<double> limit;           ///< empty: bits and dtypes must be equal
   std::map<at::ScalarType, double> per;  ///< limits of pairs whose coarser dtype this is
+  std::function<std::unique_ptr<TensorFile>(const std::filesystem::path&)> open = open_tensor_file;
 };
 
 struct TensorRow {
   std::string left, right;  ///< names
   golden::Comparison result;
-  std::optional<double> kl, top1;  ///< two-dimensional floating tensors named like logits
-  std::optional<double> floor;     ///< rel_l2 of the floor file against the right one
-  std::optional<double> limit;     ///< the one that judged it; empty: equal bits
-  double value = 0;                ///< of the plan's metric
-  double badness = 0;              ///< value / limit, or how bad the value is; for worst()
-  std::string first;               ///< first divergence, empty when all values are equal
-  std::string note;                ///< dtypes or shapes that differ, though values are compared
-  std::string problem;             ///< shapes or dtypes that cannot be compared
+  std::optional<double> kl, top1;     ///< two-dimensional floating tensors named like logits
+  std::optional<double> mismatch_kl;  ///< one-dimensional ones named like logprobs; left trains
+  std::optional<double> floor;        ///< rel_l2 of the floor file against the right one
+  std::optional<double> limit;        ///< the one that judged it; empty: equal bits
+  double value = 0;                   ///< of the plan's metric
+  double badness = 0;                 ///< value / limit, or how bad the value is; for worst()
+  std::string first;                  ///< first divergence, empty when all values are equal
+  std::string note;                   ///< dtypes or shapes that differ, though values are compared
+  std::string problem;                ///< shapes or dtypes that cannot be compared
   bool pass = false;
 };
 

@@ -2,8 +2,10 @@
 
 #include <cstring>
 #include <fstream>
+#include <iterator>
 
 #include "golden/store/hdf5.hpp"
+#include "harness/runner/completions.hpp"
 #include "model/checkpoint/safetensors.hpp"
 
 namespace lockstep::harness {
@@ -40,7 +42,7 @@ std::unique_ptr<TensorFile> open_tensor_file(const std::filesystem::path& path) 
   std::error_code error;
   LOCKSTEP_CHECK(std::filesystem::exists(path, error),
                  kInput,
-                 "opening {}: no such file; give a .safetensors, .h5 or .npz file",
+                 "opening {}: no such file; give a .safetensors, .h5, .npz or .json file",
                  path.string());
   if (std::filesystem::is_directory(path)) return std::make_unique<SafetensorsFile>(path);
   char magic[8] = {};
@@ -55,6 +57,11 @@ std::unique_ptr<TensorFile> open_tensor_file(const std::filesystem::path& path) 
   if (std::memcmp(magic, "\x89HDF\r\n\x1a\n", 8) == 0) return std::make_unique<Hdf5File>(path);
   if (std::memcmp(magic, "PK\x03\x04", 4) == 0 || std::memcmp(magic, "PK\x05\x06", 4) == 0) {
     return open_npz(path);
+  }
+  if (looks_like_json(magic, static_cast<size_t>(in.gcount()))) {
+    in.clear();
+    in.seekg(0);
+    return parse_completions(std::string(std::istreambuf_iterator<char>(in), {}), path.string());
   }
   return std::make_unique<SafetensorsFile>(path);
 }

@@ -19,8 +19,9 @@ class TensorFile {
   [[nodiscard]] virtual Tensor load(const std::string& name) const = 0;
 };
 
-/// Opens a .safetensors file, a folder of them, a .h5 / .hdf5 file or a .npz file, told apart by
-/// the first bytes and not by the name. Throws kInput naming file and cause.
+/// Opens a .safetensors file, a folder of them, a .h5 / .hdf5 file, a .npz file or the JSON of a
+/// completion server (completions.hpp), told apart by the first bytes and not by the name. Throws
+/// kInput naming file and cause.
 std::unique_ptr<TensorFile> open_tensor_file(const std::filesystem::path& path);
 
 /// Entries of a zip archive of .npy arrays (stored or deflated, 64-bit sizes): what numpy.savez and

@@ -38,9 +38,10 @@ class Program : public testing::Test {
     std::ofstream(folder_ / name) << text;
   }
 
-  static Outcome lockstep(std::vector<std::string> words) {
-    words.insert(words.begin(), std::string(LOCKSTEP_BINARY_DIR) + "/lockstep");
-    return run_command(words);
+  static Outcome lockstep(const std::vector<std::string>& words) {
+    std::vector<std::string> command = {(fs::path(LOCKSTEP_BINARY_DIR) / "lockstep").string()};
+    command.insert(command.end(), words.begin(), words.end());
+    return run_command(command);
   }
   /// A copy of the small checkpoint in which one tensor is another.
   template <typename Change>
