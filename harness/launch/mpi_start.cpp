@@ -8,11 +8,16 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
+#include <map>
+#include <optional>
+#include <set>
 #include <sstream>
 #include <thread>
 
@@ -23,7 +28,12 @@ extern char** environ;
 namespace lockstep::harness {
 namespace {
 
+using Clock = std::chrono::steady_clock;
+
 constexpr size_t kKept = 64 * 1024;
+/// What a child gets to end itself in once it was told to; a launcher needs about a second.
+constexpr auto kToEnd = std::chrono::seconds(10);
+constexpr std::array kEnding = {SIGTERM, SIGINT, SIGHUP, SIGQUIT};
 
 class Pipe {
  public:
@@ -59,6 +69,126 @@ std::string launcher() {
   const char* chosen = std::getenv("LOCKSTEP_MPIRUN");
   return chosen != nullptr ? chosen : "mpirun";
 }
+
+/// Processes of this machine and their parents, without those that have ended.
+std::map<pid_t, pid_t> parents() {
+  std::map<pid_t, pid_t> found;
+  std::error_code error;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc", error)) {
+    const pid_t pid = std::atoi(entry.path().filename().c_str());
+    if (pid <= 0) continue;
+    std::ifstream file(entry.path() / "stat");
+    std::string stat;
+    std::getline(file, stat);
+    char state = 'Z';
+    int parent = 0;
+    const size_t name_end = stat.rfind(')');  // a name may hold anything
+    if (name_end == std::string::npos ||
+        std::sscanf(stat.c_str() + name_end + 1, " %c %d", &state, &parent) != 2 || state == 'Z' ||
+        state == 'X') {
+      continue;
+    }
+    found[pid] = parent;
+  }
+  return found;
+}
+
+/// Children of this process, their children, and so on.
+std::set<pid_t> descendants() {
+  const std::map<pid_t, pid_t> parent_of = parents();
+  std::set<pid_t> found = {getpid()};
+  for (bool more = true; more;) {
+    more = false;
+    for (const auto& [pid, parent] : parent_of)
+      more |= found.contains(parent) && found.insert(pid).second;
+  }
+  found.erase(getpid());
+  return found;
+}
+
+int g_told = -1;  // where the handler writes the signal
+
+void on_ending_signal(int signal) {
+  const int error = errno;
+  const auto byte = static_cast<char>(signal);
+  if (write(g_told, &byte, 1) < 0) _exit(128 + signal);
+  errno = error;
+}
+
+/// While it lives, a signal that would end this process ends the child first: nothing that was
+/// started here works on, or writes a result, once the caller has this process back.
+class EndingSignals {
+ public:
+  EndingSignals() : others_(descendants()) {
+    fcntl(told_.read_end(), F_SETFL, O_NONBLOCK);
+    g_told = told_.write_end();
+    struct sigaction action {};
+    action.sa_handler = on_ending_signal;
+    action.sa_flags = SA_RESTART;
+    for (size_t i = 0; i < kEnding.size(); ++i) {
+      sigaction(kEnding[i], nullptr, &before_[i]);
+      // nohup
+      if (before_[i].sa_handler != SIG_IGN) sigaction(kEnding[i], &action, nullptr);
+    }
+  }
+  EndingSignals(const EndingSignals&) = delete;
+  EndingSignals& operator=(const EndingSignals&) = delete;
+  ~EndingSignals() { restore(); }
+
+  /// Async-signal-safe.
+  void restore() const {
+    for (size_t i = 0; i < kEnding.size(); ++i) sigaction(kEnding[i], &before_[i], nullptr);
+  }
+
+  [[nodiscard]] int read_end() const { return told_.read_end(); }
+  [[nodiscard]] int signal() const { return signal_; }
+  [[nodiscard]] bool overdue() const { return signal_ != 0 && Clock::now() >= end_by_; }
+
+  /// Takes the signal that came and tells the child to end. Only the first counts: a launcher that
+  /// is told several times leaves its ranks behind.
+  void tell(pid_t child) {
+    if (!take()) return;
+    end_by_ = Clock::now() + kToEnd;
+    // What the launcher leaves behind comes to this process.
+    prctl(PR_SET_CHILD_SUBREAPER, 1);
+    kill(child, SIGTERM);
+  }
+
+  /// Waits until the processes of the child are gone; kills them when their time is over.
+  void wait_for_all() const {
+    while (Clock::now() < end_by_ + kToEnd) {
+      std::set<pid_t> left = descendants();
+      for (const pid_t other : others_) left.erase(other);
+      if (left.empty()) break;
+      for (const pid_t pid : left) {
+        if (overdue()) kill(pid, SIGKILL);
+      }
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
+    prctl(PR_SET_CHILD_SUBREAPER, 0);
+  }
+
+  /// Once the child has ended: the signal that came does what it would have done.
+  void act() {
+    restore();
+    take();
+    if (signal_ != 0) raise(signal_);
+  }
+
+ private:
+  bool take() {
+    char byte = 0;
+    if (signal_ != 0 || read(told_.read_end(), &byte, 1) != 1) return false;
+    signal_ = byte;
+    return true;
+  }
+
+  std::set<pid_t> others_;
+  Pipe told_;
+  std::array<struct sigaction, kEnding.size()> before_{};
+  int signal_ = 0;
+  Clock::time_point end_by_;
+};
 
 /// Reads what is there; false at the end of the stream.
 bool drain(int fd, std::string& into) {
@@ -115,11 +245,16 @@ Outcome run_command(const std::vector<std::string>& command,
   env.push_back(nullptr);
 
   Pipe out, err, failed;
+  EndingSignals ending;
+  sigset_t blocked, before;
+  sigemptyset(&blocked);
+  for (const int signal : kEnding) sigaddset(&blocked, signal);
+  pthread_sigmask(SIG_BLOCK, &blocked, &before);
   const pid_t parent = getpid();
   const pid_t child = fork();
-  LOCKSTEP_CHECK(
-      child >= 0, kInternal, "starting {}: fork: {}", command.front(), std::strerror(errno));
   if (child == 0) {
+    ending.restore();
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
     prctl(PR_SET_PDEATHSIG, SIGTERM);
     if (getppid() != parent) _exit(127);
     dup2(out.write_end(), STDOUT_FILENO);
@@ -129,6 +264,9 @@ Outcome run_command(const std::vector<std::string>& command,
     if (write(failed.write_end(), &error, sizeof error) < 0) _exit(126);
     _exit(127);
   }
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  LOCKSTEP_CHECK(
+      child >= 0, kInternal, "starting {}: fork: {}", command.front(), std::strerror(errno));
   out.close_end(1);
   err.close_end(1);
   failed.close_end(1);
@@ -137,9 +275,16 @@ Outcome run_command(const std::vector<std::string>& command,
   // What a rank says that waits for a debugger has to be read at once.
   const bool live = std::getenv("LOCKSTEP_HANG_RANK") != nullptr;
   std::string line;
-  pollfd fds[2] = {{out.read_end(), POLLIN, 0}, {err.read_end(), POLLIN, 0}};
-  while (fds[0].fd >= 0 || fds[1].fd >= 0) {
-    if (poll(fds, 2, -1) < 0 && errno != EINTR) break;
+  int status = 0;
+  bool ended = false;
+  pollfd fds[3] = {
+      {out.read_end(), POLLIN, 0}, {err.read_end(), POLLIN, 0}, {ending.read_end(), POLLIN, 0}};
+  while (!ended && !ending.overdue()) {
+    const bool open = fds[0].fd >= 0 || fds[1].fd >= 0;
+    // Without its pipes a child is about to end.
+    if (poll(fds, 3, !open ? 10 : ending.signal() != 0 ? 100 : -1) < 0) continue;
+    if (fds[2].revents != 0) ending.tell(child);
+    if (!open) ended = waitpid(child, &status, WNOHANG) == child;
     if (fds[0].fd >= 0 && fds[0].revents != 0) {
       std::string got;
       if (!drain(fds[0].fd, got)) fds[0].fd = -1;
@@ -161,9 +306,10 @@ Outcome run_command(const std::vector<std::string>& command,
     }
   }
   if (on_output && !line.empty()) on_output(line);
-  int status = 0;
-  while (waitpid(child, &status, 0) < 0 && errno == EINTR) {
+  if (ending.signal() != 0) ending.wait_for_all();
+  while (!ended && waitpid(child, &status, 0) < 0 && errno == EINTR) {
   }
+  ending.act();
   int exec_error = 0;
   if (read(failed.read_end(), &exec_error, sizeof exec_error) == sizeof exec_error) {
     fail(ErrorKind::kInternal, "starting {}: {}", command.front(), std::strerror(exec_error));

@@ -27,9 +27,10 @@ struct Outcome {
 };
 
 /// Runs a command and waits for it. `on_output` gets each complete line of standard output, or,
-/// when it is empty, the output is collected. The child ends when this process does. Throws
-/// kInternal when the command cannot be started. A child ended by signal S reports exit code 128 +
-/// S.
+/// when it is empty, the output is collected. A TERM, INT, HUP or QUIT that comes meanwhile ends
+/// the child and all it started (by SIGKILL after ten seconds), and then acts on this process as it
+/// would have without. One call at a time. Throws kInternal when the command cannot be started. A
+/// child ended by signal S reports exit code 128 + S.
 Outcome run_command(const std::vector<std::string>& command,
                     const std::vector<std::string>& extra_environment = {},
                     const std::function<void(std::string_view line)>& on_output = {});

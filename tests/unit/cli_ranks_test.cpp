@@ -1,4 +1,7 @@
 // Ranks of the built program that die or stop: exit code 3, and words about who and what to do.
+#include <signal.h>
+#include <unistd.h>
+
 #include <chrono>
 #include <nlohmann/json.hpp>
 
@@ -281,6 +284,56 @@ TEST_F(Ranks, BadInputUnderMpirunIsToldOnce) {
     ++blocks;
   }
   EXPECT_EQ(blocks, 1U) << outcome.errors;
+}
+
+TEST_F(Ranks, ARunThatIsToldToEndLeavesNeitherRanksNorAResult) {
+  for (const char* name : {"TERM", "INT", "KILL"}) {
+    SCOPED_TRACE(name);
+    fs::remove_all(path("result"));
+    // Both ranks note their process. What stands beside rank 1 strikes the program that waits for
+    // the launcher.
+    write("rank",
+          "echo $$ >> " + path("ranks") +
+              "\n[ \"$OMPI_COMM_WORLD_RANK\" = 1 ] && (\n"
+              "  while [ \"$(cut -d' ' -f14 /proc/$$/stat 2>/dev/null || echo 0)\" -le 100 ]; do "
+              "sleep 0.2; done\n"
+              "  touch " +
+              path("struck") + "; kill -" + name + " $(cat " + path("top") + ")) &\nexec \"$@\"\n");
+    write("launcher",
+          "#!/bin/bash\noptions=()\n"
+          "while [[ $# -gt 0 && $1 != */lockstep ]]; do options+=(\"$1\"); shift; done\n"
+          "[[ $# -eq 0 ]] && exec mpirun \"${options[@]}\"\n"
+          "exec mpirun \"${options[@]}\" sh " +
+              path("rank") + " \"$@\"\n");
+    fs::permissions(path("launcher"), fs::perms::owner_all);
+    fs::remove(path("ranks"));
+    // A shell stands for whoever waits for the program, and looks at once. What shells start behind
+    // their back ignores SIGINT.
+    const Outcome outcome = run_command(
+        {"sh",
+         "-c",
+         "env --default-signal=INT LOCKSTEP_MPIRUN=" + path("launcher") + " sh -c 'echo $$ > " +
+             path("top") + "; exec " + LOCKSTEP_BINARY_DIR + "/lockstep run " + path("long.toml") +
+             " --out " + path("result") + "' & wait $!; code=$?; for p in $(cat " + path("ranks") +
+             "); do grep -s State /proc/$p/status | grep -v Z && echo left $p; done; exit $code"});
+    EXPECT_EQ(outcome.exit_code,
+              128 + (name == std::string("TERM")  ? SIGTERM
+                     : name == std::string("INT") ? SIGINT
+                                                  : SIGKILL))
+        << outcome.errors;
+    ASSERT_TRUE(fs::exists(path("struck")));
+    if (name != std::string("KILL")) {
+      EXPECT_THAT(outcome.output, Not(HasSubstr("left")));
+    }
+    // Those of a program that was killed end by themselves.
+    std::ifstream file(path("ranks"));
+    for (int pid = 0; file >> pid;) {
+      while (fs::exists("/proc/" + std::to_string(pid))) usleep(10000);
+    }
+    for (const auto& entry : fs::recursive_directory_iterator(path("result"))) {
+      EXPECT_FALSE(entry.is_regular_file()) << entry.path();
+    }
+  }
 }
 
 }  // namespace
