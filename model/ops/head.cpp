@@ -13,6 +13,7 @@ using torch::autograd::variable_list;
 
 HeadForm check_head(const Tensor& h,
                     const Tensor& weight,
+                    int64_t vocab,
                     const Tensor& labels,
                     const HeadOptions& options,
                     const Numerics& num) {
@@ -22,8 +23,7 @@ HeadForm check_head(const Tensor& h,
   check_weight_dtype(weight, num, "head: weight");
   check_shape(labels, {h.size(0)}, "head: labels");
   check_dtype(labels, at::kLong, "head: labels");
-  LOCKSTEP_CHECK(
-      weight.size(0) >= 1, kShape, "head: the vocabulary is empty: {}", describe(weight));
+  LOCKSTEP_CHECK(vocab >= 1, kShape, "head: the vocabulary is empty: {}", describe(weight));
   LOCKSTEP_CHECK(options.temperature > 0,
                  kConfig,
                  "head: temperature must be positive, got {}",
@@ -35,12 +35,12 @@ HeadForm check_head(const Tensor& h,
   const Tensor flat = labels.contiguous();
   const int64_t* label = cdata<int64_t>(flat);
   for (int64_t t = 0; t < flat.numel(); ++t) {
-    LOCKSTEP_CHECK(label[t] >= -1 && label[t] < weight.size(0),
+    LOCKSTEP_CHECK(label[t] >= -1 && label[t] < vocab,
                    kInput,
                    "head: token {} has label {}, outside the vocabulary of {} (-1 means none)",
                    t,
                    label[t],
-                   weight.size(0));
+                   vocab);
   }
   HeadForm form{};
   form.tokens = h.size(0);
@@ -195,7 +195,7 @@ HeadOutput head_logprobs(const Tensor& h,
                          const Tensor& labels,
                          const HeadOptions& options,
                          const Numerics& num) {
-  const HeadForm form = check_head(h, weight.value, labels, options, num);
+  const HeadForm form = check_head(h, weight.value, weight.value.size(0), labels, options, num);
   check_exact(weight, h.size(0), num, "head: weight");
   const auto out = LogprobFunction::apply(
       h.contiguous(),
@@ -209,7 +209,7 @@ HeadOutput head_logprobs_reference(const Tensor& h,
                                    const Tensor& labels,
                                    const HeadOptions& options,
                                    const Numerics& num) {
-  const HeadForm form = check_head(h, weight, labels, options, num);
+  const HeadForm form = check_head(h, weight, weight.size(0), labels, options, num);
   Tensor z_TV = reference_logits(h, weight, form, num);
   if (form.form == TemperatureForm::kMultiply) z_TV = z_TV * (1 / options.temperature);
   if (form.form == TemperatureForm::kDivide) z_TV = z_TV / options.temperature;
@@ -222,6 +222,53 @@ HeadOutput head_logprobs_reference(const Tensor& h,
     out.entropy = log_sum_T.detach() - (at::softmax(z, 1) * z).sum(1);
   }
   return out;
+}
+
+HeadPart head_part(const Tensor& h,
+                   const Tensor& weight,
+                   int64_t first,
+                   int64_t vocab,
+                   const Tensor& labels,
+                   const HeadOptions& options,
+                   const Numerics& num) {
+  const at::NoGradGuard guard;
+  const HeadForm form = check_head(h, weight, vocab, labels, options, num);
+  const at::TensorOptions acc(num.acc());
+  const HeadPart part{at::empty({form.tokens, head_panel_count(form.vocab), 3}, acc),
+                      at::zeros({form.tokens}, acc)};
+  if (form.vocab > 0) {
+    const Tensor own = at::where(labels.lt(0), labels, labels - first).clamp_min(-1).contiguous();
+    const Tensor wide_h = h.to(num.acc()).contiguous(),
+                 wide_weight = weight.to(num.acc()).contiguous();
+    with_acc(num.acc(), [&]<typename A>() {
+      head_panels<A>(form,
+                     cdata<A>(wide_h),
+                     cdata<A>(wide_weight),
+                     cdata<int64_t>(own),
+                     false,
+                     reinterpret_cast<PanelSums<A>*>(data<A>(part.panels)),
+                     data<A>(part.label_logits));
+    });
+  }
+  return {part.panels.transpose(0, 1).contiguous(), part.label_logits};
+}
+
+Tensor merge_head_parts(const Tensor& panels, const Tensor& label_logits, const Tensor& labels) {
+  const at::NoGradGuard guard;
+  check_shape(label_logits, {labels.size(0)}, "merge_head_parts: label_logits");
+  check_shape(panels, {-1, labels.size(0), 3}, "merge_head_parts: panels");
+  Tensor logprobs = label_logits.clone(), log_sum = at::empty_like(label_logits);
+  const Tensor sums = panels.transpose(0, 1).contiguous(), flat = labels.contiguous();
+  with_acc(panels.scalar_type(), [&]<typename A>() {
+    head_merge<A>(labels.size(0),
+                  panels.size(0),
+                  reinterpret_cast<const PanelSums<A>*>(cdata<A>(sums)),
+                  cdata<int64_t>(flat),
+                  data<A>(logprobs),
+                  data<A>(log_sum),
+                  nullptr);
+  });
+  return logprobs;
 }
 
 Tensor head_logits(const Tensor& h, const Tensor& weight, const Numerics& num) {

@@ -38,6 +38,24 @@ HeadOutput head_logprobs_reference(const Tensor& h,
                                    const HeadOptions& options,
                                    const Numerics& num);
 
+/// What the entries of the vocabulary that one rank holds contribute to head_logprobs.
+struct HeadPart {
+  Tensor panels;        ///< [P, T, 3] acc: of each panel of 4096 entries
+  Tensor label_logits;  ///< [T] acc: of the labels in this part, else 0
+};
+/// weight [V_part, D], any V_part >= 0: entries `first` and following of a vocabulary of `vocab`;
+/// labels [T] of the whole. No gradient; options.entropy is not taken.
+HeadPart head_part(const Tensor& h,
+                   const Tensor& weight,
+                   int64_t first,
+                   int64_t vocab,
+                   const Tensor& labels,
+                   const HeadOptions& options,
+                   const Numerics& num);
+/// Log-probabilities [T] acc from the panels of all parts, one part after another. Where every part
+/// but the last is whole panels these are the bytes of head_logprobs.
+Tensor merge_head_parts(const Tensor& panels, const Tensor& label_logits, const Tensor& labels);
+
 /// All logits [T, V] in acc (the policy's widest dtype), rounded to act first where D59 says so. No
 /// gradient.
 Tensor head_logits(const Tensor& h, const Tensor& weight, const Numerics& num);

@@ -13,7 +13,6 @@
 namespace lockstep::model {
 namespace {
 
-constexpr int64_t kPanel = 4096;        // vocabulary entries
 constexpr int64_t kTileRows = 128;      // tokens
 constexpr int64_t kGradientRows = 256;  // vocabulary entries of dweight per task
 
@@ -53,7 +52,7 @@ A max_of(const A* v, int64_t n) {
 template <typename A, typename F>
 void for_each_panel(const HeadForm& form, const A* h, const A* weight, F&& body) {
   const bool fixed = form.tiles == RowTiles::kFixed;
-  const int64_t tile = fixed ? kFixedTileRows : kTileRows, panel = std::min(kPanel, form.vocab);
+  const int64_t tile = fixed ? kFixedTileRows : kTileRows, panel = std::min(kHeadPanel, form.vocab);
   const int64_t panels = ceil_div(form.vocab, panel);
   parallel_for(0, ceil_div(form.tokens, tile) * panels, 1, [&](int64_t begin, int64_t end) {
     std::vector<A> logits(static_cast<size_t>(tile * panel));
@@ -96,24 +95,17 @@ void for_each_panel(const HeadForm& form, const A* h, const A* weight, F&& body)
   });
 }
 
-/// What a panel contributes to a row.
-template <typename A>
-struct PanelSums {
-  A largest, sum, weighted;  ///< max z, sum e^(z - max), sum z e^(z - max)
-};
-
 }  // namespace
 
 template <typename A>
-void head_forward(const HeadForm& form,
-                  const A* h,
-                  const A* weight,
-                  const int64_t* labels,
-                  A* logprobs,
-                  A* log_sum,
-                  A* entropy) {
-  const int64_t panels = ceil_div(form.vocab, std::min(kPanel, form.vocab));
-  std::vector<PanelSums<A>> sums(static_cast<size_t>(form.tokens * panels));
+void head_panels(const HeadForm& form,
+                 const A* h,
+                 const A* weight,
+                 const int64_t* labels,
+                 bool entropy,
+                 PanelSums<A>* sums,
+                 A* label_logits) {
+  const int64_t panels = head_panel_count(form.vocab);
   for_each_panel<A>(
       form, h, weight, [&](int64_t t0, int64_t rows, int64_t v0, int64_t columns, auto compute) {
         const A* logits = compute();
@@ -124,14 +116,24 @@ void head_forward(const HeadForm& form,
           const int64_t t = t0 + r;
           const A largest = max_of(z, columns);
           for (int64_t v = 0; v < columns; ++v) e[v] = exp_fast(z[v] - largest);
-          sums[static_cast<size_t>(t * panels + v0 / kPanel)] = {
-              largest, sum_of(e, columns), entropy != nullptr ? dot(e, z, columns) : A(0)};
-          // Exactly one panel holds the label.
-          if (labels[t] >= v0 && labels[t] < v0 + columns) logprobs[t] = z[labels[t] - v0];
+          sums[t * panels + v0 / kHeadPanel] = {
+              largest, sum_of(e, columns), entropy ? dot(e, z, columns) : A(0)};
+          // At most one panel holds the label.
+          if (labels[t] >= v0 && labels[t] < v0 + columns) label_logits[t] = z[labels[t] - v0];
         }
       });
-  for (int64_t t = 0; t < form.tokens; ++t) {
-    const PanelSums<A>* s = sums.data() + t * panels;
+}
+
+template <typename A>
+void head_merge(int64_t tokens,
+                int64_t panels,
+                const PanelSums<A>* sums,
+                const int64_t* labels,
+                A* logprobs,
+                A* log_sum,
+                A* entropy) {
+  for (int64_t t = 0; t < tokens; ++t) {
+    const PanelSums<A>* s = sums + t * panels;
     A largest = s[0].largest, sum = 0, weighted = 0;
     for (int64_t p = 1; p < panels; ++p) largest = std::max(largest, s[p].largest);
     for (int64_t p = 0; p < panels; ++p) {
@@ -143,6 +145,20 @@ void head_forward(const HeadForm& form,
     logprobs[t] = labels[t] < 0 ? A(0) : logprobs[t] - log_sum[t];
     if (entropy != nullptr) entropy[t] = log_sum[t] - weighted / sum;
   }
+}
+
+template <typename A>
+void head_forward(const HeadForm& form,
+                  const A* h,
+                  const A* weight,
+                  const int64_t* labels,
+                  A* logprobs,
+                  A* log_sum,
+                  A* entropy) {
+  const int64_t panels = head_panel_count(form.vocab);
+  std::vector<PanelSums<A>> sums(static_cast<size_t>(form.tokens * panels));
+  head_panels(form, h, weight, labels, entropy != nullptr, sums.data(), logprobs);
+  head_merge(form.tokens, panels, sums.data(), labels, logprobs, log_sum, entropy);
 }
 
 template <typename A>
@@ -201,6 +217,9 @@ void head_weight_gradient(
 }
 
 #define LOCKSTEP_HEAD(A)                                                                       \
+  template void head_panels(                                                                   \
+      const HeadForm&, const A*, const A*, const int64_t*, bool, PanelSums<A>*, A*);           \
+  template void head_merge(int64_t, int64_t, const PanelSums<A>*, const int64_t*, A*, A*, A*); \
   template void head_forward(const HeadForm&, const A*, const A*, const int64_t*, A*, A*, A*); \
   template void head_logit_gradient(                                                           \
       const HeadForm&, const A*, const A*, const int64_t*, const A*, const A*, A*);            \
