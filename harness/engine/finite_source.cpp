@@ -21,6 +21,15 @@ std::string NonFiniteWeights::text() const {
                      first_);
 }
 
+void NonFiniteWeights::look(const std::string& name, const Tensor& values) {
+  if (finite(values) || !names_.insert(name).second || !first_.empty()) return;
+  first_ = fmt::format("{}: {} NaN and {} infinite of {} values",
+                       name,
+                       values.isnan().sum().item<int64_t>(),
+                       values.isinf().sum().item<int64_t>(),
+                       values.numel());
+}
+
 Tensor FiniteSource::load(const std::string& name) const {
   Tensor value = source_->load(name);
   if (!finite(value)) note(name);

@@ -16,6 +16,8 @@ class NonFiniteWeights {
   /// "2 weight tensors are not finite; the first is model.norm.weight: 3 NaN and 1 infinite of 64
   /// values"; empty when all are finite.
   [[nodiscard]] std::string text() const;
+  /// Notes a parameter, or a piece of it, that does not come from a source.
+  void look(const std::string& name, const Tensor& values);
 
  private:
   friend class FiniteSource;

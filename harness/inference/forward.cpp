@@ -1,7 +1,6 @@
 #include "harness/inference/forward.hpp"
 
 #include "model/ops/hyper_connection.hpp"
-#include "model/ops/linear.hpp"
 #include "model/ops/norm.hpp"
 
 namespace lockstep::harness {
@@ -54,8 +53,11 @@ Tensor engine_forward(const StepContext& ctx) {
   const at::NoGradGuard no_grad;
   const model::ModelConfig& config = ctx.config;
   const Tensor embedded = timed("embedding", [&] {
-    return model::embedding(
-        ctx.batch.ids, ctx.weights.at("embed_tokens"), config.pad_token_id.value_or(-1), ctx.num);
+    return embed_tokens(ctx.batch.ids,
+                        ctx.weights.at("embed_tokens"),
+                        ctx.weights.vocabulary(),
+                        ctx.num,
+                        ctx.tensor);
   });
   Streams x{embedded.unsqueeze(1)
                 .expand({embedded.size(0), config.hc_mult, embedded.size(1)})

@@ -7,7 +7,6 @@
 
 #include "harness/engine/memory.hpp"
 #include "harness/engine/trace.hpp"
-#include "model/ops/head.hpp"
 #include "parallel/plan/plan.hpp"
 
 namespace lockstep::harness {
@@ -61,13 +60,13 @@ struct Request {
 }  // namespace
 
 struct Inference::Impl {
-  Impl(std::shared_ptr<const model::WeightSource> source,
+  Impl(const std::shared_ptr<const model::WeightSource>& source,
        InferenceOptions options_in,
        const parallel::Mesh& mesh_in)
       : options(std::move(options_in)),
         mesh(mesh_in),
         config(source->config()),
-        weights(std::move(source), options.numerics, mesh),
+        weights(source, options.numerics, mesh),
         plan(config, options.numerics, mesh, Packing::whole({0}), {}) {
     LOCKSTEP_CHECK(mesh.topology().num_ranks() == mesh.topology().tp,
                    kMesh,
@@ -96,6 +95,22 @@ struct Inference::Impl {
     return config.linear_num_heads;
   }
 
+  [[nodiscard]] Tensor logits(const Tensor& h) const {
+    return engine_logits(
+        h, weights.at("lm_head"), weights.vocabulary(), options.numerics, plan.seams().tensor);
+  }
+  [[nodiscard]] Tensor logprobs(const Tensor& h,
+                                const Tensor& labels,
+                                const model::HeadOptions& head) const {
+    return engine_logprobs(h,
+                           weights.at("lm_head"),
+                           weights.vocabulary(),
+                           labels,
+                           head,
+                           options.numerics,
+                           plan.seams().tensor);
+  }
+
   InferenceOptions options;
   const parallel::Mesh mesh;
   const model::ModelConfig config;
@@ -103,18 +118,19 @@ struct Inference::Impl {
   parallel::ParallelPlan plan;
 };
 
-Inference::Inference(std::shared_ptr<const model::WeightSource> source,
+Inference::Inference(const std::shared_ptr<const model::WeightSource>& source,
                      InferenceOptions options,
                      const parallel::Mesh& mesh)
-    : impl_(std::make_unique<Impl>(std::move(source), std::move(options), mesh)) {}
+    : impl_(std::make_unique<Impl>(source, std::move(options), mesh)) {}
 
 Inference::~Inference() = default;
 
-void Inference::update(std::shared_ptr<const model::WeightSource> source,
+void Inference::update(const std::shared_ptr<const model::WeightSource>& source,
                        const std::set<std::string>& keep) {
-  impl_->weights.update(std::move(source), keep);
+  impl_->weights.update(source, keep);
 }
 
+EngineWeights& Inference::weights() { return impl_->weights; }
 const EngineWeights& Inference::weights() const { return impl_->weights; }
 const model::ModelConfig& Inference::config() const { return impl_->config; }
 const model::Numerics& Inference::numerics() const { return impl_->options.numerics; }
@@ -128,6 +144,7 @@ Caches Inference::make_caches(const CacheSizes& sizes) const {
 }
 
 Tensor Inference::step(const Caches& caches, const Batch& batch, model::TraceSink* trace) {
+  impl_->weights.check();
   return engine_forward({.config = impl_->config,
                          .num = impl_->options.numerics,
                          .weights = impl_->weights,
@@ -139,16 +156,12 @@ Tensor Inference::step(const Caches& caches, const Batch& batch, model::TraceSin
 
 Tensor Inference::logits(const Tensor& hidden) const {
   const OpScope time("logits");
-  return model::head_logits(hidden, impl_->weights.at("lm_head"), impl_->options.numerics);
+  return impl_->logits(hidden);
 }
 
 double Inference::logprob(const Tensor& hidden, int64_t id, double temperature) const {
-  return model::head_logprobs(hidden,
-                              impl_->weights.at("lm_head"),
-                              at::full({1}, id, at::kLong),
-                              {.temperature = temperature},
-                              impl_->options.numerics)
-      .logprobs.item<double>();
+  const Tensor label = at::full({1}, id, at::kLong);
+  return impl_->logprobs(hidden, label, {.temperature = temperature}).item<double>();
 }
 
 InferenceResult Inference::run(const Documents& documents) {
@@ -211,9 +224,7 @@ InferenceResult Inference::run(const Documents& documents) {
     const Tensor h = step(caches, batch, options.trace.empty() ? nullptr : &trace);
     const Tensor wanted = labels.index_select(0, where);
     if (options.logits) result.logits.index_copy_(0, where, logits(h));
-    const Tensor logprobs = timed("head", [&] {
-      return model::head_logprobs(h, impl_->weights.at("lm_head"), wanted, {}, num).logprobs;
-    });
+    const Tensor logprobs = timed("head", [&] { return impl_->logprobs(h, wanted, {}); });
     total -= logprobs.sum(at::kDouble).item<double>();
     result.logprobs.index_copy_(
         0, where, logprobs.masked_fill(wanted.lt(0), std::numeric_limits<double>::quiet_NaN()));

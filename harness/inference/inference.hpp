@@ -40,7 +40,7 @@ class Inference {
  public:
   /// Loads the weights. mesh: tp only. Throws kConfig for options this
   /// engine cannot run, kMesh for another axis than tp, kInput for damaged weights.
-  Inference(std::shared_ptr<const model::WeightSource> source,
+  Inference(const std::shared_ptr<const model::WeightSource>& source,
             InferenceOptions options,
             const parallel::Mesh& mesh);
   Inference(const Inference&) = delete;
@@ -53,15 +53,17 @@ class Inference {
   InferenceResult run(const Documents& documents);
 
   /// Other weights of the same model, see EngineWeights::update.
-  void update(std::shared_ptr<const model::WeightSource> source,
+  void update(const std::shared_ptr<const model::WeightSource>& source,
               const std::set<std::string>& keep = {});
+  [[nodiscard]] EngineWeights& weights();
   [[nodiscard]] const EngineWeights& weights() const;
 
   /// Caches of these sizes for step().
   [[nodiscard]] Caches make_caches(const CacheSizes& sizes) const;
-  /// One step; hidden states [T, D] of the batch's rows.
+  /// One step; hidden states [T, D] of the batch's rows. The first after an update throws
+  /// kInternal, on every rank, when the weights of one are torn or stale.
   Tensor step(const Caches& caches, const Batch& batch, model::TraceSink* trace = nullptr);
-  /// Logits [T, V] acc of hidden states.
+  /// Logits [T, V] acc of hidden states, the same on every rank. Collective, like logprob().
   [[nodiscard]] Tensor logits(const Tensor& hidden) const;
   /// Log-probability of `id` after one hidden state [1, D], as the trainer's head computes it.
   [[nodiscard]] double logprob(const Tensor& hidden, int64_t id, double temperature) const;

@@ -240,10 +240,10 @@ void Scheduler::sample_next(const std::vector<Chosen>& chosen,
   }
 }
 
-void Scheduler::update(std::shared_ptr<const model::WeightSource> source) {
+void Scheduler::update(const std::shared_ptr<const model::WeightSource>& source) {
   while (!running_.empty()) preempt(running_.back()->number);
   prefixes_.clear();
-  engine_.update(std::move(source));
+  engine_.update(source);
 }
 
 void Scheduler::check_idle() {

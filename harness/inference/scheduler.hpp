@@ -70,7 +70,7 @@ class Scheduler {
   /// New weights. Running requests go on with them: their caches are dropped and computed again,
   /// the tokens they sampled stay and keep the version they were sampled with. Stored prefixes of
   /// the old weights are dropped.
-  void update(std::shared_ptr<const model::WeightSource> source);
+  void update(const std::shared_ptr<const model::WeightSource>& source);
 
   [[nodiscard]] const Caches& caches() const { return caches_; }
   [[nodiscard]] const PrefixCache& prefixes() const { return prefixes_; }

@@ -408,6 +408,8 @@ std::map<std::string, Tensor> Trainer::weights() const {
   return impl_->whole(false, [](const parallel::Shard& shard) { return shard.value; });
 }
 
+const parallel::ShardedParameters& Trainer::shards() const { return impl_->parts().params; }
+
 void Trainer::save(const std::string& folder, std::map<std::string, std::string> values) const {
   const int64_t step = impl_->optimizer ? impl_->optimizer->num_steps() : 0;
   parallel::save_checkpoint(folder, {step, std::move(values)}, impl_->parts());

@@ -96,6 +96,8 @@ class Trainer {
   /// Every parameter as it is now, whole, under checkpoint tensor names, in the dtype of its
   /// shards. Collective.
   [[nodiscard]] std::map<std::string, Tensor> weights() const;
+  /// This rank's rows of every parameter. Throws kConfig when weights are streamed from disk.
+  [[nodiscard]] const parallel::ShardedParameters& shards() const;
 
   /// The float32 parameters of a bfloat16 policy, with their dtype at each point they reached so
   /// far. The trainer throws where one is not float32 (kInput for a file, else kInternal).
