@@ -61,8 +61,7 @@ int64_t most_ranks(const std::vector<ScenarioSet>& sets, const parallel::Session
   if (session.under_mpi()) return most;
   for (const ScenarioSet& set : sets) {
     for (const ScenarioPoint& point : set.points) {
-      for (const RunSpec& run : point.scenario.runs)
-        most = std::max(most, run.topology.num_ranks());
+      for (const RunSpec& run : point.scenario.runs) most = std::max(most, run.num_ranks());
     }
   }
   return most;
@@ -153,13 +152,12 @@ int run_command_worker(const WorkerOptions& options, const Context& context) {
     const RunSpec* run = scenario.find_run(options.run);
     LOCKSTEP_CHECK(run != nullptr, kInternal, "worker: no run {}", options.run);
     parallel::set_comm_timeout_ms(scenario.comm_timeout_ms);
-    const parallel::Mesh mesh = parallel::Mesh::create(session.world(), run->topology);
     const bool first = session.world().rank() == 0;
     const Workload work = load_workload(scenario);
     const RunOutput output = execute_run(
         *run,
         work,
-        mesh,
+        session.world(),
         [&](int64_t done, int64_t total, const char*) {
           if (first) print(fmt::format("step {} {}\n", done, total));
         },

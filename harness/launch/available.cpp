@@ -41,6 +41,7 @@ std::string option_problem(const RunSpec& run) {
                                  {"reference_ops", run.reference_ops},
                                  {"stream_layers", run.stream_layers},
                                  {"replay", !run.replay.empty()},
+                                 {"train_steps", run.train_steps != 0},
                                  {"cp_cuts", !run.cp_cuts.empty()}});
     if (name != nullptr) {
       return fmt::format("{} belongs to the trainer; leave it out of a run of the inference engine",
@@ -49,7 +50,8 @@ std::string option_problem(const RunSpec& run) {
   } else {
     const char* name = first_of({{"decode", run.decode != 0},
                                  {"prefill_chunk", run.prefill_chunk != 0},
-                                 {"page_size", run.page_size != 0}});
+                                 {"page_size", run.page_size != 0},
+                                 {"weights_from", !run.weights_from.empty()}});
     if (name != nullptr) {
       return fmt::format(
           "{} belongs to the inference engine; set engine = \"inference\" or leave it "

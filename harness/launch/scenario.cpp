@@ -168,6 +168,35 @@ void settle_replay(Scenario& scenario) {
   });
 }
 
+/// Runs that take weights know the run that has them.
+void settle_weights(Scenario& scenario) {
+  std::vector<std::string> names;
+  for (const RunSpec& run : scenario.runs) {
+    if (run.engine == "trainer") names.push_back(run.name);
+  }
+  for (RunSpec& run : scenario.runs) {
+    if (run.weights_from.empty()) continue;
+    const RunSpec* from = scenario.find_run(run.weights_from);
+    LOCKSTEP_CHECK(
+        from != nullptr && from->engine == "trainer",
+        kInput,
+        "scenario {}: weights_from = \"{}\": there is no trainer run of that name; those "
+        "are {}{}",
+        run.where,
+        run.weights_from,
+        names.empty() ? "none" : fmt::format("{}", fmt::join(names, ", ")),
+        did_you_mean(run.weights_from, names));
+    LOCKSTEP_CHECK(
+        !from->stream_layers && from->replay.empty(),
+        kInput,
+        "scenario {}: weights_from = \"{}\": that run {}; name another",
+        run.where,
+        run.weights_from,
+        from->stream_layers ? "streams its weights from disk" : "takes the experts of a third one");
+    run.trainer = {*from};
+  }
+}
+
 Scenario read_scenario(const TomlDocument& document) {
   Scenario scenario;
   scenario.file = document.file();
@@ -247,6 +276,7 @@ Scenario read_scenario(const TomlDocument& document) {
                  "scenario {}: has no run; write a [run.NAME] table",
                  document.file().string());
   settle_replay(scenario);
+  settle_weights(scenario);
   for (const CompareSpec& compare : scenario.compares) check_compare(scenario, compare);
   return scenario;
 }

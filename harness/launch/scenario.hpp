@@ -1,6 +1,7 @@
 // A scenario file, checked: one question, the runs that answer it, and what is compared.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <filesystem>
 #include <map>
@@ -44,9 +45,18 @@ struct RunSpec {
   model::Topology topology;
   std::vector<int64_t> cp_cuts;  ///< empty: near-even
   std::string replay;            ///< run whose expert choice is taken; empty: own choice
+  std::string weights_from;      ///< trainer run whose weights are served; empty: the model's
+  std::vector<RunSpec> trainer;  ///< that run, or nothing
+  int64_t train_steps = 0;       ///< of the optimizer on the documents, before the run
   bool grads = false, recompute = false, reference_ops = false, stream_layers = false;
   int64_t decode = 0, prefill_chunk = 0, page_size = 0;  ///< inference; page_size 0: the engine's
   std::string where;
+
+  /// Ranks of the run; with a trainer, on the same ranks, the most of both.
+  [[nodiscard]] int64_t num_ranks() const {
+    const int64_t own = topology.num_ranks();
+    return trainer.empty() ? own : std::max(own, trainer.front().num_ranks());
+  }
 };
 
 struct CompareSpec {

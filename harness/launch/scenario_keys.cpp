@@ -285,8 +285,20 @@ const KeyRow kRows[] = {
       KeyType::kText,
       "",
       "",
-      "run whose weights are synchronised into this one"},
-     [](T&, const V& v) { later(v, "weight synchronisation"); }},
+      "trainer run whose weights are synchronised into this one of the inference engine, in one "
+      "job"},
+     [](T& t, const V& v) {
+       t.run->weights_from = v.text();
+       if (t.run->weights_from.empty())
+         v.fail(Kind::kInput, "is empty; name a run, or leave it out");
+     }},
+    {{"run.NAME",
+      "train_steps",
+      KeyType::kInteger,
+      "0",
+      "steps",
+      "steps of AdamW (rate 1e-3) on the documents, with float32 masters, before the run"},
+     [](T& t, const V& v) { t.run->train_steps = v.integer(0); }},
 
     {{"compare", "left", KeyType::kText, "required", "", "a run, or golden:CASE/REFERENCE"},
      [](T& t, const V& v) { t.compare->left = v.text(); }},

@@ -3,8 +3,11 @@
 #include <bit>
 #include <chrono>
 #include <cmath>
+#include <memory>
+#include <numeric>
 
 #include "harness/inference/inference.hpp"
+#include "harness/sync/weight_sync.hpp"
 #include "harness/trainer/trainer.hpp"
 #include "parallel/mesh/layout.hpp"
 #include "parallel/plan/placement.hpp"
@@ -78,10 +81,7 @@ RunOutput output_of(Result& result, const parallel::Group& ranks) {
   return output;
 }
 
-RunOutput run_inference(const RunSpec& run,
-                        const Workload& work,
-                        const parallel::Mesh& mesh,
-                        const StepCallback& progress) {
+InferenceOptions inference_options(const RunSpec& run, const StepCallback& progress) {
   InferenceOptions options;
   options.numerics = numerics_of(run);
   if (run.page_size > 0) options.page_size = run.page_size;
@@ -89,7 +89,10 @@ RunOutput run_inference(const RunSpec& run,
   options.decode = run.decode;
   options.trace = run.trace;
   options.progress = progress;
-  Inference engine(work.source, std::move(options), mesh);
+  return options;
+}
+
+RunOutput run_inference(Inference& engine, const Workload& work, const parallel::Mesh& mesh) {
   InferenceResult result = engine.run(work.documents);
   RunOutput output = output_of(result, mesh.all());
   const int64_t rows = work.documents.packing.global_tokens();
@@ -98,11 +101,12 @@ RunOutput run_inference(const RunSpec& run,
   return output;
 }
 
-RunOutput run_trainer(const RunSpec& run,
-                      const Workload& work,
-                      const parallel::Mesh& mesh,
-                      const StepCallback& progress,
-                      const std::vector<Tensor>& replay) {
+/// After its training steps.
+std::unique_ptr<Trainer> make_trainer(const RunSpec& run,
+                                      const Workload& work,
+                                      const parallel::Mesh& mesh,
+                                      const StepCallback& progress,
+                                      const std::vector<Tensor>& replay) {
   TrainerOptions options;
   options.numerics = numerics_of(run);
   options.grads = run.grads;
@@ -113,7 +117,13 @@ RunOutput run_trainer(const RunSpec& run,
   options.cp_cuts = run.cp_cuts;
   options.replay = replay;
   options.progress = progress;
-  Trainer trainer(work.source, std::move(options), mesh);
+  if (run.train_steps > 0) options.optimizer = parallel::OptimizerOptions{.lr = 1e-3};
+  auto trainer = std::make_unique<Trainer>(work.source, std::move(options), mesh);
+  for (int64_t step = 0; step < run.train_steps; ++step) trainer->train_step({work.documents});
+  return trainer;
+}
+
+RunOutput run_trainer(Trainer& trainer, const Workload& work, const parallel::Mesh& mesh) {
   TrainerResult result = trainer.run(work.documents);
   const parallel::Group& ranks = mesh.all();
   if (ranks.size() > 1) check_agreement(result, ranks);
@@ -130,7 +140,76 @@ RunOutput run_trainer(const RunSpec& run,
   return output;
 }
 
+parallel::Mesh mesh_on(const parallel::Group& world, const model::Topology& topology) {
+  return world.size() == 1 && topology.num_ranks() == 1 ? parallel::Mesh::single()
+                                                        : parallel::Mesh::create(world, topology);
+}
+
+std::vector<int64_t> first_ranks(const model::Topology& topology) {
+  std::vector<int64_t> ranks(static_cast<size_t>(topology.num_ranks()));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return ranks;
+}
+
+/// Trains, brings the weights into an engine that was made with the model's, and serves.
+RunOutput run_synchronised(const RunSpec& run,
+                           const Workload& work,
+                           const parallel::Group& world,
+                           const StepCallback& progress) {
+  const RunSpec& from = run.trainer.front();
+  const parallel::Mesh trainers = mesh_on(world, from.topology),
+                       engines = mesh_on(world, run.topology);
+  std::unique_ptr<Trainer> trainer;
+  std::unique_ptr<Inference> engine;
+  if (trainers.active()) trainer = make_trainer(from, work, trainers, progress, {});
+  if (engines.active())
+    engine = std::make_unique<Inference>(work.source, inference_options(run, progress), engines);
+  WeightSync sync(world,
+                  {work.source->config(),
+                   numerics_of(from),
+                   numerics_of(run),
+                   from.topology,
+                   run.topology,
+                   first_ranks(from.topology),
+                   first_ranks(run.topology)});
+  const SyncReport report =
+      sync.run(2,
+               trainer != nullptr ? sync.offer(trainer->shards()) : std::vector<OfferedTensor>{},
+               engine != nullptr ? &engine->weights() : nullptr);
+  trainer.reset();
+  Tensor bytes = at::full({1}, report.bytes_received, at::kLong);
+  world.all_reduce_sum(bytes, "bytes of the weight sync");
+  if (engine == nullptr) return {};
+  RunOutput output = run_inference(*engine, work, engines);
+  output.sync_bytes = bytes.item<int64_t>();
+  output.sync_s = report.seconds;
+  return output;
+}
+
+/// What is the same for all.
+RunOutput finish(RunOutput output,
+                 const Workload& work,
+                 std::chrono::steady_clock::time_point start) {
+  output.cu_seqlens = work.documents.packing.cu_seqlens();
+  output.tokens = work.documents.packing.global_tokens();
+  output.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  return output;
+}
+
 }  // namespace
+
+RunOutput execute_run(const RunSpec& run,
+                      const Workload& work,
+                      const parallel::Group& world,
+                      const StepCallback& progress,
+                      const std::vector<Tensor>& replay) {
+  if (!run.trainer.empty()) {
+    const auto start = std::chrono::steady_clock::now();
+    return finish(run_synchronised(run, work, world, progress), work, start);
+  }
+  const parallel::Mesh mesh = mesh_on(world, run.topology);
+  return mesh.active() ? execute_run(run, work, mesh, progress, replay) : RunOutput{};
+}
 
 RunOutput execute_run(const RunSpec& run,
                       const Workload& work,
@@ -138,15 +217,20 @@ RunOutput execute_run(const RunSpec& run,
                       const StepCallback& progress,
                       const std::vector<Tensor>& replay) {
   const auto start = std::chrono::steady_clock::now();
-  RunOutput output = run.engine == "inference" ? run_inference(run, work, mesh, progress)
-                                               : run_trainer(run, work, mesh, progress, replay);
-  output.cu_seqlens = work.documents.packing.cu_seqlens();
-  output.tokens = work.documents.packing.global_tokens();
-  output.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-  return output;
+  LOCKSTEP_CHECK(run.trainer.empty(),
+                 kConfig,
+                 "run {}: weights_from takes the ranks of two engines; use `lockstep run`",
+                 run.name);
+  if (run.engine == "inference") {
+    Inference engine(work.source, inference_options(run, progress), mesh);
+    return finish(run_inference(engine, work, mesh), work, start);
+  }
+  const std::unique_ptr<Trainer> trainer = make_trainer(run, work, mesh, progress, replay);
+  return finish(run_trainer(*trainer, work, mesh), work, start);
 }
 
 void check_topology(const RunSpec& run, const model::ModelConfig& config) {
+  for (const RunSpec& from : run.trainer) check_topology(from, config);
   (void)parallel::parameter_specs(
       config, numerics_of(run), run.topology, parallel::coordinates(run.topology, 0));
 }

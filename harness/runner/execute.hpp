@@ -21,6 +21,15 @@ RunOutput execute_run(const RunSpec& run,
                       const StepCallback& progress = {},
                       const std::vector<Tensor>& replay = {});
 
+/// The same on the first ranks of `world`, all of which call it; nothing on ranks beyond. A run
+/// that takes the weights of a trainer run carries that out first, on the same ranks, and
+/// synchronises.
+RunOutput execute_run(const RunSpec& run,
+                      const Workload& work,
+                      const parallel::Group& world,
+                      const StepCallback& progress = {},
+                      const std::vector<Tensor>& replay = {});
+
 /// Throws what every rank would find wrong with the model under the run's topology (kMesh), so that
 /// none has to be started for it.
 void check_topology(const RunSpec& run, const model::ModelConfig& config);

@@ -38,7 +38,7 @@ void check_scenario(const ScenarioSet& set, const parallel::Session& session) {
       }
     }
     for (const RunSpec& run : scenario.runs) {
-      const int64_t need = run.topology.num_ranks(), have = session.world().size();
+      const int64_t need = run.num_ranks(), have = session.world().size();
       LOCKSTEP_CHECK(!session.under_mpi() || need <= have,
                      kMesh,
                      "scenario {}: run {} needs {} ranks ({}) and this mpirun has {}; start with "
@@ -82,7 +82,7 @@ Json data_json(const DataSpec& data) {
 
 /// Where the ranks of a run come from.
 std::string_view place_of(const RunSpec& run, const parallel::Session& session) {
-  return run.topology.num_ranks() == 1 ? "process" : session.under_mpi() ? "this mpirun" : "mpirun";
+  return run.num_ranks() == 1 ? "process" : session.under_mpi() ? "this mpirun" : "mpirun";
 }
 
 Json run_json(const RunSpec& run, const parallel::Session& session) {
@@ -94,13 +94,14 @@ Json run_json(const RunSpec& run, const parallel::Session& session) {
            {"numerics", numerics},
            {"device", run.device},
            {"topology", model::to_string(run.topology)},
-           {"ranks", run.topology.num_ranks()},
+           {"ranks", run.num_ranks()},
            {"ranks_from", place_of(run, session)},
            {"grads", run.grads}};
   if (run.engine == "inference") {
     out["decode"] = run.decode;
     out["prefill_chunk"] = run.prefill_chunk;
     out["page_size"] = run.page_size;
+    out["weights_from"] = run.weights_from;
   }
   return out;
 }
@@ -117,7 +118,7 @@ Json compare_json(const CompareSpec& compare) {
 }
 
 std::string run_text(const RunSpec& run, const parallel::Session& session) {
-  const int64_t ranks = run.topology.num_ranks();
+  const int64_t ranks = run.num_ranks();
   return fmt::format("  run {}: {} {} on {} ({}{})\n",
                      run.name,
                      run.engine,

@@ -48,6 +48,8 @@ void save_run(const fs::path& folder, const RunSpec& run, const RunOutput& outpu
                   {"forward_s", output.forward_s},
                   {"backward_s", output.backward_s},
                   {"peak_bytes", output.peak_bytes},
+                  {"sync_bytes", output.sync_bytes},
+                  {"sync_s", output.sync_s},
                   {"warnings", output.warnings}};
   const std::string text = json_text(meta) + "\n";
   model::AtomicFile file((folder / "run.json").string());
@@ -77,6 +79,8 @@ RunOutput load_run(const fs::path& folder) {
     output.forward_s = meta.at("forward_s");
     output.backward_s = meta.at("backward_s");
     output.peak_bytes = meta.at("peak_bytes");
+    output.sync_bytes = meta.at("sync_bytes");
+    output.sync_s = meta.at("sync_s");
     output.warnings = meta.at("warnings").get<std::vector<std::string>>();
     const model::Safetensors tensors =
         model::Safetensors::open((folder / "rank0.safetensors").string());

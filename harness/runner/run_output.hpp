@@ -27,7 +27,9 @@ struct RunOutput {
   std::vector<int64_t> cu_seqlens;  ///< document boundaries of the row
   std::vector<RankRows> rank_rows;  ///< one per rank
   double seconds = 0, forward_s = 0, backward_s = 0;
-  int64_t peak_bytes = 0;             ///< largest over ranks
+  int64_t peak_bytes = 0;  ///< largest over ranks
+  int64_t sync_bytes = 0;  ///< of weights between ranks, before the run
+  double sync_s = 0;
   std::vector<std::string> warnings;  ///< of the trainer: what makes these numbers worthless
 };
 

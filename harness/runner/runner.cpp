@@ -48,6 +48,8 @@ std::string fingerprint(const Scenario& scenario, const RunSpec& run) {
                       model::to_string(run.topology));
   for (const auto& [id, value] : run.numerics) text += fmt::format("{}={}|", id, value);
   for (const int64_t cut : run.cp_cuts) text += fmt::format("{};", cut);
+  text += fmt::format("|{}|", run.train_steps);
+  if (!run.trainer.empty()) text += "|" + fingerprint(scenario, run.trainer.front());
   if (!run.replay.empty()) text += "|" + fingerprint(scenario, *scenario.find_run(run.replay));
   return text;
 }
@@ -137,7 +139,7 @@ RunOutput ScenarioRun::compute(const ScenarioPoint& point,
                                const RunSpec& run,
                                const Workload& work,
                                const fs::path& folder) {
-  const int64_t ranks = run.topology.num_ranks();
+  const int64_t ranks = run.num_ranks();
   const StepCallback step = [&](int64_t done, int64_t total, const char* what) {
     if (world_.rank() == 0 && options_.progress != nullptr)
       options_.progress->step(done, total, what);
@@ -153,7 +155,7 @@ RunOutput ScenarioRun::compute(const ScenarioPoint& point,
     if (world_.rank() == 0) {
       try {
         output = execute_run(
-            run, work, parallel::Mesh::single(), step, replay_from(replayed, *work.source));
+            run, work, parallel::Group::single(), step, replay_from(replayed, *work.source));
         save_run(folder, run, output);
       } catch (const Error& caught) {
         error = caught;
@@ -164,10 +166,8 @@ RunOutput ScenarioRun::compute(const ScenarioPoint& point,
   }
   check_topology(run, work.source->config());
   if (options_.session->under_mpi()) {
-    const parallel::Mesh mesh = parallel::Mesh::create(world_, run.topology);
-    RunOutput output;
-    if (mesh.active())
-      output = execute_run(run, work, mesh, step, replay_from(replayed, *work.source));
+    const RunOutput output =
+        execute_run(run, work, world_, step, replay_from(replayed, *work.source));
     if (world_.rank() == 0) save_run(folder, run, output);
     agree(std::nullopt);
     return output;
@@ -271,6 +271,10 @@ void ScenarioRun::record_run(const ScenarioPoint& point,
   record.measures = {{"loss", output.loss, "nat"},
                      {"forward", output.forward_s, "s"},
                      {"targets", static_cast<double>(output.num_targets), "tokens"}};
+  if (!run.trainer.empty()) {
+    record.measures.push_back({"synchronised", static_cast<double>(output.sync_bytes), "B"});
+    record.measures.push_back({"synchronisation", output.sync_s, "s"});
+  }
   if (run.grads) record.measures.push_back({"backward", output.backward_s, "s"});
   // Comparisons count a NaN on both sides as equal; such a run must not pass for that.
   if (!output.warnings.empty()) {

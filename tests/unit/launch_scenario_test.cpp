@@ -92,6 +92,35 @@ TEST(Scenario, RunsThatReplayComeAfterTheirSourceWhichKeepsItsChoice) {
       {"replay belongs to the trainer"});
 }
 
+TEST(Scenario, ARunThatServesTheWeightsOfATrainerRunNeedsTheRanksOfBoth) {
+  const auto serving = [](const std::string& keys) {
+    return with("[run.cp2]", "[run.aa]\nengine = \"inference\"\n" + keys + "\n\n[run.cp2]");
+  };
+  const Scenario s = parse(serving("weights_from = \"cp2\"")).points[0].scenario;
+  const RunSpec& run = *s.find_run("aa");
+  ASSERT_EQ(run.trainer.size(), 1U);
+  EXPECT_EQ(run.trainer[0].name, "cp2");
+  EXPECT_EQ(run.num_ranks(), 2);
+  EXPECT_EQ(parse(serving("weights_from = \"cp2\"\ntopology = { tp = 4 }"))
+                .points[0]
+                .scenario.find_run("aa")
+                ->num_ranks(),
+            4);
+  EXPECT_EQ(parse(with("grads = true", "train_steps = 3\ngrads = true"))
+                .points[0]
+                .scenario.find_run("cp1")
+                ->train_steps,
+            3);
+  expect_error(serving("weights_from = \"cp3\""),
+               ErrorKind::kInput,
+               {"no trainer run", "cp1, cp2", "did you mean"});
+  expect_error(serving("weights_from = \"aa\""), ErrorKind::kInput, {"no trainer run"});
+  expect_error(serving("train_steps = 1"), ErrorKind::kConfig, {"belongs to the trainer"});
+  expect_error(with("[run.cp2]", "[run.aa]\nweights_from = \"cp2\"\n\n[run.cp2]"),
+               ErrorKind::kConfig,
+               {"belongs to the inference engine"});
+}
+
 TEST(Scenario, GoodFileIsReadInFull) {
   const ScenarioSet set = parse(kGood);
   ASSERT_EQ(set.points.size(), 1U);
