@@ -3,13 +3,17 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <array>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <numeric>
+#include <set>
 #include <utility>
 
 #include "harness/runner/flops.hpp"
 #include "parallel/checkpoint/distributed_checkpoint.hpp"
 #include "parallel/plan/footprint.hpp"
+#include "parallel/plan/placement.hpp"
 #include "parallel/plan/step_memory.hpp"
 #include "parallel/plan/traffic.hpp"
 
@@ -21,13 +25,34 @@ using parallel::Circle;
 using parallel::Footprint;
 using parallel::Traffic;
 
+/// Tables and lists of more ranks are cut short.
+constexpr int64_t kShownRanks = 64, kListedRanks = 4096;
+
+/// What ranks of one kind have in common.
+struct Kind {
+  std::vector<Footprint> held;
+  MemoryUse memory;
+  std::vector<Traffic> moved;         ///< but for replica_sums, which each replica splits unevenly
+  std::vector<int64_t> replica_sums;  ///< see step_traffic
+};
+
+struct Moved {
+  int64_t sent, received;
+};
+
 struct Rank {
   parallel::Coordinates place;
   int64_t first_token = 0, tokens = 0;
-  std::vector<Footprint> held;
-  MemoryUse memory;
-  std::vector<Traffic> moved;
+  const Kind* kind = nullptr;
+  int64_t replica_bytes = 0;
   double flops = 0, compute_s = 0, traffic_s = 0;
+
+  /// Bytes of line `i` of kind->moved.
+  [[nodiscard]] Moved moved(size_t i) const {
+    const Traffic& line = kind->moved[i];
+    if (line.circle == Circle::kDp) return {replica_bytes, replica_bytes};
+    return {line.bytes_sent, line.bytes_received};
+  }
 };
 
 /// "1.50 MiB"; bytes below one KiB as they are.
@@ -55,21 +80,19 @@ Footprint sum_of(const std::vector<Footprint>& held) {
 std::vector<std::vector<int64_t>> groups_of(const model::Topology& topology, Circle circle) {
   std::vector<std::vector<int64_t>> groups;
   for (int64_t rank = 0; rank < topology.num_ranks(); ++rank) {
-    std::vector<int64_t> ranks = parallel::members(topology, circle, rank);
-    if (ranks.front() == rank) groups.push_back(std::move(ranks));
+    if (parallel::circle_ranks(topology, circle, rank).first == rank)
+      groups.push_back(parallel::members(topology, circle, rank));
   }
   return groups;
 }
 
 /// Floating-point operations of a rank: tp shares mixers and MLPs, ep is even.
-double flops_of(const StepPlanInput& in, const parallel::TokenPlan& tokens) {
+double flops_of(const StepPlanInput& in, const Packing& held) {
   std::vector<TokenSpan> spans;
-  const std::vector<int64_t>& documents = tokens.packing.cu_seqlens();
-  const int64_t first = tokens.begin - tokens.row_begin, last = tokens.end - tokens.row_begin;
-  for (size_t d = 0; d + 1 < documents.size(); ++d) {
-    const int64_t begin = std::max(documents[d], first), end = std::min(documents[d + 1], last);
-    if (begin < end) spans.push_back({begin - documents[d], end - documents[d]});
+  for (const Segment& s : held.segments()) {
+    if (s.length() > 0) spans.push_back({s.position, s.position + s.length()});
   }
+  if (spans.empty()) return 0;
   Flops flops = count_flops(in.config, spans);
   const auto tp = static_cast<double>(in.topology.tp);
   flops.mixers /= tp;
@@ -77,45 +100,154 @@ double flops_of(const StepPlanInput& in, const parallel::TokenPlan& tokens) {
   return flops.forward_backward() + (in.recompute ? flops.forward() - flops.head : 0);
 }
 
+/// Members below rank `end`.
+int64_t members_below(const parallel::CircleRanks& ranks, int64_t end) {
+  if (end <= ranks.first) return 0;
+  return std::min((end - ranks.first - 1) / ranks.step + 1, ranks.size);
+}
+
 /// Seconds that a rank's bytes take, one call after another; links of a host and of the network
 /// work at the same time.
-double traffic_seconds(const StepPlanInput& in, const std::vector<Traffic>& moved, int64_t rank) {
+double traffic_seconds(const StepPlanInput& in, const Rank& rank, int64_t number) {
   double seconds = 0;
-  for (const Traffic& t : moved) {
-    const std::vector<int64_t> ranks = parallel::members(in.topology, t.circle, rank);
-    const auto near = std::count_if(ranks.begin(), ranks.end(), [&](int64_t peer) {
-      return peer != rank && peer / in.ranks_per_host == rank / in.ranks_per_host;
-    });
-    const auto peers = static_cast<double>(ranks.size() - 1);
-    const double share = static_cast<double>(near) / peers,
-                 bytes = static_cast<double>(std::max(t.bytes_sent, t.bytes_received));
+  for (size_t i = 0; i < rank.kind->moved.size(); ++i) {
+    const Moved moved = rank.moved(i);
+    const parallel::CircleRanks ranks =
+        parallel::circle_ranks(in.topology, rank.kind->moved[i].circle, number);
+    const int64_t host = number / in.ranks_per_host * in.ranks_per_host,
+                  near = members_below(ranks, host + in.ranks_per_host) -
+                         members_below(ranks, host) - 1;
+    const double share = static_cast<double>(near) / static_cast<double>(ranks.size - 1),
+                 bytes = static_cast<double>(std::max(moved.sent, moved.received));
     seconds += std::max(share * bytes / (in.link * 1e9), (1 - share) * bytes / (in.network * 1e9));
   }
   return seconds;
 }
 
-Rank plan_rank(const StepPlanInput& in, int64_t rank) {
-  const parallel::StepPlan step{.config = in.config,
-                                .num = in.num,
-                                .topology = in.topology,
-                                .batch = in.batch,
-                                .cp_cuts = in.cp_cuts,
-                                .recompute = in.recompute,
-                                .balance = false,
-                                .routes = {}};
-  Rank result;
-  result.place = parallel::coordinates(in.topology, rank);
-  const parallel::TokenPlan tokens = step.tokens(rank);
-  result.first_token = tokens.begin;
-  result.tokens = tokens.end - tokens.begin;
-  result.held = parallel::footprint(in.config, in.num, in.topology, rank);
-  result.memory = parallel::step_memory(step, parallel::OptimizerKind::kAdamW, rank);
-  result.moved = parallel::step_traffic(step, rank);
-  result.flops = flops_of(in, tokens);
-  result.compute_s = result.flops / (in.tflops * 1e12);
-  result.traffic_s = traffic_seconds(in, result.moved, rank);
-  return result;
-}
+/// All ranks of a plan. What a rank holds, needs and moves is worked out once for all that are of
+/// its kind.
+class Ranks {
+ public:
+  explicit Ranks(const StepPlanInput& in)
+      : in_(in),
+        step_{.config = in.config,
+              .num = in.num,
+              .topology = in.topology,
+              .batch = in.batch,
+              .cp_cuts = in.cp_cuts,
+              .recompute = in.recompute,
+              .balance = false,
+              .routes = {}} {
+    count_loads();
+    const model::Topology& t = in.topology;
+    list_.reserve(static_cast<size_t>(t.num_ranks()));
+    for (int64_t number = 0; number < t.dp * t.fsdp; ++number) {
+      const parallel::TokenRow row = step_.row(number);
+      for (int64_t cp = 0; cp < t.cp; ++cp) {
+        const Packing held = row.held(cp);
+        const double flops = flops_of(in, held);
+        for (int64_t tp = 0; tp < t.tp; ++tp) add(row, held, flops);
+      }
+    }
+  }
+
+  [[nodiscard]] const std::vector<Rank>& list() const { return list_; }
+
+ private:
+  /// Numbers the different loads of ep circles: how many ranks have how many tokens.
+  void count_loads() {
+    const model::Topology& t = in_.topology;
+    if (t.ep == 1) return;
+    std::map<std::map<int64_t, int64_t>, int64_t> known;
+    std::map<int64_t, int64_t> load;
+    int64_t at = 0;
+    for (int64_t number = 0; number < t.dp * t.fsdp; ++number) {
+      const parallel::TokenRow row = step_.row(number);
+      for (size_t cp = 0; cp + 1 < row.cuts.size(); ++cp) {
+        ++load[row.cuts[cp + 1] - row.cuts[cp]];
+        if (++at % t.ep != 0) continue;
+        loads_.push_back(known.emplace(load, static_cast<int64_t>(known.size())).first->second);
+        load.clear();
+      }
+    }
+  }
+
+  /// Leading sizes of parameters: that of each shard depends on nothing else. By tp rank and number
+  /// of experts.
+  struct Sizes {
+    std::set<int64_t> dense, expert;
+  };
+  const Sizes& sizes(const parallel::Coordinates& place, int64_t experts) {
+    const auto [found, added] = sizes_.emplace(std::pair(place.tp, experts), Sizes{});
+    if (!added) return found->second;
+    for (const parallel::ParamSpec& spec :
+         parallel::parameter_specs(in_.config, in_.num, in_.topology, place))
+      (spec.expert ? found->second.expert : found->second.dense).insert(spec.shape[0]);
+    return found->second;
+  }
+
+  /// Everything that the footprint, memory and traffic of a rank depend on, but for its replica.
+  std::vector<int64_t> key_of(int64_t number,
+                              const parallel::Coordinates& place,
+                              const parallel::TokenRow& row,
+                              const Packing& held) {
+    const model::Topology& t = in_.topology;
+    const int64_t experts = parallel::even_share(in_.config.n_routed_experts, t.ep, place.ep);
+    std::vector<int64_t> key{place.tp,
+                             experts,
+                             row.cuts.back(),
+                             held.continues_from_left() ? 1 : 0,
+                             held.continues_to_right() ? 1 : 0};
+    if (t.ep > 1) {
+      const int64_t circles = t.fsdp * t.cp / t.ep;
+      key.push_back(loads_[static_cast<size_t>(place.dp * circles + place.expert_shard)]);
+    }
+    const auto shares = [&](Circle circle, const auto& counts) {
+      const parallel::CircleRanks ranks = parallel::circle_ranks(t, circle, number);
+      for (const int64_t count : counts)
+        key.push_back(parallel::even_share(count, ranks.size, ranks.own));
+    };
+    const Sizes& leading = sizes(place, experts);
+    shares(Circle::kShard, leading.dense);
+    shares(Circle::kExpertShard, leading.expert);
+    constexpr std::array<int64_t, 3> kScalars = {1, 2, 3};  // sums of losses, norms and counts
+    shares(Circle::kShard, kScalars);
+    shares(Circle::kTokens, kScalars);
+    const std::vector<int64_t>& pieces = held.local_cu_seqlens();
+    key.insert(key.end(), pieces.begin(), pieces.end());
+    return key;
+  }
+
+  void add(const parallel::TokenRow& row, const Packing& held, double flops) {
+    const auto number = static_cast<int64_t>(list_.size());
+    Rank rank;
+    rank.place = parallel::coordinates(in_.topology, number);
+    rank.first_token = row.begin + row.cuts[static_cast<size_t>(rank.place.cp)];
+    rank.tokens = held.local_tokens();
+    const auto [found, added] = kinds_.emplace(key_of(number, rank.place, row, held), Kind{});
+    Kind& kind = found->second;
+    if (added) {
+      kind.held = parallel::footprint(in_.config, in_.num, in_.topology, number);
+      kind.memory = parallel::step_memory(step_, parallel::OptimizerKind::kAdamW, number);
+      kind.moved = parallel::step_traffic(step_, number, &kind.replica_sums);
+    }
+    rank.kind = &kind;
+    if (in_.topology.dp > 1)
+      rank.replica_bytes =
+          parallel::replica_bytes(step_, kind.replica_sums, in_.topology.dp, rank.place.dp);
+    rank.flops = flops;
+    rank.compute_s = flops / (in_.tflops * 1e12);
+    rank.traffic_s = traffic_seconds(in_, rank, number);
+    list_.push_back(rank);
+  }
+
+  const StepPlanInput& in_;
+  parallel::StepPlan step_;
+  std::vector<int64_t> loads_;  ///< by ep circle
+  std::map<std::pair<int64_t, int64_t>, Sizes> sizes_;
+  std::map<std::vector<int64_t>, Kind> kinds_;
+  std::vector<Rank> list_;
+};
 
 std::string mesh_text(const StepPlanInput& in, const std::vector<Rank>& ranks) {
   std::string text =
@@ -130,7 +262,8 @@ std::string mesh_text(const StepPlanInput& in, const std::vector<Rank>& ranks) {
                   "first token",
                   "tokens",
                   "peak bytes");
-  for (size_t r = 0; r < ranks.size(); ++r) {
+  const size_t shown = std::min(ranks.size(), static_cast<size_t>(kShownRanks));
+  for (size_t r = 0; r < shown; ++r) {
     const parallel::Coordinates& c = ranks[r].place;
     text += fmt::format("  {:>5} {:>4} {:>4} {:>4} {:>4} {:>4} {:>12} {:>12} {:>12} {:>12}\n",
                         r,
@@ -142,14 +275,31 @@ std::string mesh_text(const StepPlanInput& in, const std::vector<Rank>& ranks) {
                         c.expert_shard,
                         ranks[r].first_token,
                         ranks[r].tokens,
-                        bytes_text(ranks[r].memory.peak_total));
+                        bytes_text(ranks[r].kind->memory.peak_total));
   }
+  const size_t left_out = ranks.size() - shown;
+  if (left_out > 0)
+    text += fmt::format("  ... {} more ranks ({})\n",
+                        left_out,
+                        in.topology.num_ranks() > kListedRanks
+                            ? fmt::format("--json lists the first {}", kListedRanks)
+                            : "--json lists all");
   if (ranks.size() > 1) text += "  who talks to whom:\n";
   for (const Circle circle : parallel::kCircles) {
-    const auto groups = groups_of(in.topology, circle);
-    if (groups.size() == ranks.size()) continue;
+    const parallel::CircleRanks of_first = parallel::circle_ranks(in.topology, circle, 0);
+    if (of_first.size == 1) continue;
     text += fmt::format("    {:<12}", parallel::circle_name(circle));
-    for (const auto& group : groups) text += fmt::format(" {{{}}}", fmt::join(group, " "));
+    if (left_out > 0) {
+      text += fmt::format(" {} groups of {} ranks, the first {{{} {}{}}}\n",
+                          in.topology.num_ranks() / of_first.size,
+                          of_first.size,
+                          of_first.first,
+                          of_first.first + of_first.step,
+                          of_first.size > 2 ? " ..." : "");
+      continue;
+    }
+    for (const auto& group : groups_of(in.topology, circle))
+      text += fmt::format(" {{{}}}", fmt::join(group, " "));
     text += '\n';
   }
   return text;
@@ -158,7 +308,7 @@ std::string mesh_text(const StepPlanInput& in, const std::vector<Rank>& ranks) {
 std::string memory_text(const std::vector<Rank>& ranks) {
   const auto fullest =
       std::max_element(ranks.begin(), ranks.end(), [](const auto& a, const auto& b) {
-        return a.memory.peak_total < b.memory.peak_total;
+        return a.kind->memory.peak_total < b.kind->memory.peak_total;
       });
   const auto line = [](std::string_view what, const Footprint& f) {
     return fmt::format("  {:<20} {:>14} {:>12} {:>12} {:>12}\n",
@@ -176,9 +326,9 @@ std::string memory_text(const std::vector<Rank>& ranks) {
                   "parameters",
                   "gradients",
                   "optimizer");
-  for (const Footprint& f : fullest->held) text += line(f.category, f);
-  text += line("all", sum_of(fullest->held));
-  const MemoryUse& use = fullest->memory;
+  for (const Footprint& f : fullest->kind->held) text += line(f.category, f);
+  text += line("all", sum_of(fullest->kind->held));
+  const MemoryUse& use = fullest->kind->memory;
   text += fmt::format(
       "  tensor memory of its step:\n  {:<20} {:>14} {:>12}\n", "", "peak", "at the peak");
   for (const MemoryKind kind : kMemoryKinds) {
@@ -192,7 +342,7 @@ std::string memory_text(const std::vector<Rank>& ranks) {
 }
 
 struct Host {
-  std::vector<int64_t> ranks;
+  int64_t first = 0, last = 0;  ///< ranks
   int64_t peak = 0;
 };
 
@@ -200,21 +350,23 @@ std::vector<Host> hosts_of(const StepPlanInput& in, const std::vector<Rank>& ran
   std::vector<Host> hosts;
   for (size_t r = 0; r < ranks.size(); ++r) {
     const auto rank = static_cast<int64_t>(r);
-    if (rank % in.ranks_per_host == 0) hosts.emplace_back();
-    hosts.back().ranks.push_back(rank);
-    hosts.back().peak += ranks[r].memory.peak_total;
+    if (rank % in.ranks_per_host == 0) hosts.push_back({rank, rank, 0});
+    hosts.back().last = rank;
+    hosts.back().peak += ranks[r].kind->memory.peak_total;
   }
   return hosts;
 }
 
 std::string hosts_text(const std::vector<Host>& hosts) {
   std::string text = "  peak bytes of the ranks of a host:\n";
-  for (size_t h = 0; h < hosts.size(); ++h)
+  const size_t shown = std::min(hosts.size(), static_cast<size_t>(kShownRanks));
+  for (size_t h = 0; h < shown; ++h)
     text += fmt::format("    host {:<3} ranks {}-{} {:>14}\n",
                         h,
-                        hosts[h].ranks.front(),
-                        hosts[h].ranks.back(),
+                        hosts[h].first,
+                        hosts[h].last,
                         bytes_text(hosts[h].peak));
+  if (shown < hosts.size()) text += fmt::format("    ... {} more hosts\n", hosts.size() - shown);
   return text;
 }
 
@@ -254,16 +406,23 @@ std::string traffic_text(const std::vector<Rank>& ranks) {
     int64_t calls = 0, most = 0, all = 0;
   };
   std::vector<std::pair<std::pair<Circle, std::string>, Sum>> lines;
+  std::map<const Kind*, std::vector<size_t>> places;  // of a kind's lines in `lines`
   for (const Rank& rank : ranks) {
-    for (const Traffic& t : rank.moved) {
+    const auto [place, added] = places.emplace(rank.kind, std::vector<size_t>{});
+    for (const Traffic& t : rank.kind->moved) {
+      if (!added) break;
       const std::pair<Circle, std::string> key(t.circle, t.what);
       auto found = std::find_if(
           lines.begin(), lines.end(), [&](const auto& line) { return line.first == key; });
       if (found == lines.end()) found = lines.insert(lines.end(), {key, {}});
-      Sum& sum = found->second;
-      sum.calls = std::max(sum.calls, t.calls);
-      sum.most = std::max(sum.most, t.bytes_sent);
-      sum.all += t.bytes_sent;
+      place->second.push_back(static_cast<size_t>(found - lines.begin()));
+    }
+    for (size_t i = 0; i < rank.kind->moved.size(); ++i) {
+      const Moved moved = rank.moved(i);
+      Sum& sum = lines[place->second[i]].second;
+      sum.calls = std::max(sum.calls, rank.kind->moved[i].calls);
+      sum.most = std::max(sum.most, moved.sent);
+      sum.all += moved.sent;
     }
   }
   if (lines.empty()) return "  one rank moves nothing\n";
@@ -287,23 +446,25 @@ std::string traffic_text(const std::vector<Rank>& ranks) {
   return text;
 }
 
-Json rank_json(size_t number, const Rank& rank) {
+Json rank_json(int64_t number, const Rank& rank) {
   Json held = Json::array(), moved = Json::array(), peaks = Json::object();
   for (const MemoryKind kind : kMemoryKinds)
-    peaks[std::string(to_string(kind))] = rank.memory.peak_of(kind);
-  peaks["all"] = rank.memory.peak_total;
-  for (const Footprint& f : rank.held)
+    peaks[std::string(to_string(kind))] = rank.kind->memory.peak_of(kind);
+  peaks["all"] = rank.kind->memory.peak_total;
+  for (const Footprint& f : rank.kind->held)
     held.push_back({{"category", f.category},
                     {"elements", f.elements},
                     {"parameter_bytes", f.parameters},
                     {"gradient_bytes", f.gradients},
                     {"optimizer_bytes", f.optimizer}});
-  for (const Traffic& t : rank.moved)
+  for (size_t i = 0; i < rank.kind->moved.size(); ++i) {
+    const Traffic& t = rank.kind->moved[i];
     moved.push_back({{"axis", parallel::circle_name(t.circle)},
                      {"what", t.what},
                      {"calls", t.calls},
-                     {"bytes_sent", t.bytes_sent},
-                     {"bytes_received", t.bytes_received}});
+                     {"bytes_sent", rank.moved(i).sent},
+                     {"bytes_received", rank.moved(i).received}});
+  }
   return {{"rank", number},
           {"dp", rank.place.dp},
           {"fsdp", rank.place.fsdp},
@@ -315,8 +476,8 @@ Json rank_json(size_t number, const Rank& rank) {
           {"tokens", rank.tokens},
           {"memory", held},
           {"gathered_bytes",
-           rank.memory.peak_of(MemoryKind::kGathered) +
-               rank.memory.peak_of(MemoryKind::kGatheredExperts)},
+           rank.kind->memory.peak_of(MemoryKind::kGathered) +
+               rank.kind->memory.peak_of(MemoryKind::kGatheredExperts)},
           {"peak_bytes", peaks},
           {"traffic", moved},
           {"flops", rank.flops},
@@ -366,9 +527,8 @@ StepPlanText describe_step(const StepPlanInput& input) {
     plan.json = json.dump(2);
     return plan;
   }
-  std::vector<Rank> ranks;
-  for (int64_t rank = 0; rank < input.topology.num_ranks(); ++rank)
-    ranks.push_back(plan_rank(input, rank));
+  const Ranks planned(input);
+  const std::vector<Rank>& ranks = planned.list();
   plan.warning = idle_text(input, ranks);
   if (!plan.warning.empty()) json["warning"] = plan.warning;
   const std::vector<Host> hosts = hosts_of(input, ranks);
@@ -380,13 +540,25 @@ StepPlanText describe_step(const StepPlanInput& input) {
   plan.text += memory_text(ranks) + hosts_text(hosts) + checkpoint_text(files) +
                traffic_text(ranks) + time_text(input, ranks);
   Json list = Json::array(), circles = Json::object();
-  for (size_t r = 0; r < ranks.size(); ++r) list.push_back(rank_json(r, ranks[r]));
-  for (const Circle circle : parallel::kCircles)
-    circles[std::string(parallel::circle_name(circle))] = groups_of(input.topology, circle);
+  const int64_t num_ranks = input.topology.num_ranks(), listed = std::min(num_ranks, kListedRanks);
+  for (int64_t r = 0; r < listed; ++r) list.push_back(rank_json(r, ranks[static_cast<size_t>(r)]));
+  for (const Circle circle : parallel::kCircles) {
+    if (listed == num_ranks)
+      circles[std::string(parallel::circle_name(circle))] = groups_of(input.topology, circle);
+  }
   json["groups"] = circles;
   json["ranks"] = list;
-  for (const Host& host : hosts)
-    json["hosts"].push_back({{"ranks", host.ranks}, {"peak_bytes", host.peak}});
+  Json& host_list = json["hosts"] = Json::array();
+  for (const Host& host : hosts) {
+    if (host.first >= listed) break;
+    std::vector<int64_t> on_host(static_cast<size_t>(host.last - host.first + 1));
+    std::iota(on_host.begin(), on_host.end(), host.first);
+    host_list.push_back({{"ranks", on_host}, {"peak_bytes", host.peak}});
+  }
+  if (listed < num_ranks)
+    json["left_out"] = {{"ranks", num_ranks - listed},
+                        {"hosts", hosts.size() - host_list.size()},
+                        {"groups", "all"}};
   for (const auto& [name, bytes] : files) json["checkpoint"][name] = bytes;
   const Rank& slow = slowest_of(ranks);
   json["time"] = {{"tflops", input.tflops},

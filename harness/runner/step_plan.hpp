@@ -29,7 +29,7 @@ struct StepPlanText {
   std::string text;     ///< tables for people
   std::string json;     ///< an object: topology, num_ranks, num_tokens, num_documents, groups,
                         ///< ranks (place, tokens, memory, traffic of each), hosts, checkpoint,
-                        ///< time, cp_blocker
+                        ///< time, cp_blocker; of many ranks the first, and what is left_out
   std::string warning;  ///< what makes the plan a poor one: ranks without tokens; also in json
   std::string blocked;  ///< why cp cannot cut the batch as asked, then nothing else is planned
 };

@@ -46,41 +46,36 @@ Coordinates coordinates(const model::Topology& topology, int64_t rank) {
   return c;
 }
 
-std::vector<int64_t> members(const model::Topology& topology, Circle circle, int64_t rank) {
-  const Coordinates mine = coordinates(topology, rank);
-  std::vector<int64_t> ranks;
-  for (int64_t other = 0; other < topology.num_ranks(); ++other) {
-    const Coordinates c = coordinates(topology, other);
-    const bool same_replica = c.dp == mine.dp && c.tp == mine.tp;
-    bool in = false;
-    switch (circle) {
-      case Circle::kAll:
-        in = true;
-        break;
-      case Circle::kTokens:
-        in = c.tp == mine.tp;
-        break;
-      case Circle::kDp:
-        in = c.folded == mine.folded && c.tp == mine.tp;
-        break;
-      case Circle::kShard:
-        in = same_replica;
-        break;
-      case Circle::kCp:
-        in = same_replica && c.fsdp == mine.fsdp;
-        break;
-      case Circle::kTp:
-        in = c.dp == mine.dp && c.folded == mine.folded;
-        break;
-      case Circle::kEp:
-        in = same_replica && c.expert_shard == mine.expert_shard;
-        break;
-      case Circle::kExpertShard:
-        in = same_replica && c.ep == mine.ep;
-        break;
-    }
-    if (in) ranks.push_back(other);
+CircleRanks circle_ranks(const model::Topology& topology, Circle circle, int64_t rank) {
+  const Coordinates c = coordinates(topology, rank);
+  const int64_t tp = topology.tp, folded = topology.fsdp * topology.cp,
+                replica = c.dp * folded * tp + c.tp;  // first rank of this replica and tp slice
+  switch (circle) {
+    case Circle::kAll:
+      return {0, 1, topology.num_ranks(), rank};
+    case Circle::kTokens:
+      return {c.tp, tp, topology.dp * folded, c.dp * folded + c.folded};
+    case Circle::kDp:
+      return {c.folded * tp + c.tp, folded * tp, topology.dp, c.dp};
+    case Circle::kShard:
+      return {replica, tp, folded, c.folded};
+    case Circle::kCp:
+      return {replica + c.fsdp * topology.cp * tp, tp, topology.cp, c.cp};
+    case Circle::kTp:
+      return {rank - c.tp, 1, tp, c.tp};
+    case Circle::kEp:
+      return {replica + c.expert_shard * topology.ep * tp, tp, topology.ep, c.ep};
+    case Circle::kExpertShard:
+      return {replica + c.ep * tp, topology.ep * tp, folded / topology.ep, c.expert_shard};
   }
+  return {rank, 1, 1, 0};
+}
+
+std::vector<int64_t> members(const model::Topology& topology, Circle circle, int64_t rank) {
+  const CircleRanks circle_of = circle_ranks(topology, circle, rank);
+  std::vector<int64_t> ranks;
+  for (int64_t i = 0; i < circle_of.size; ++i)
+    ranks.push_back(circle_of.first + i * circle_of.step);
   return ranks;
 }
 

@@ -42,11 +42,21 @@ std::string_view circle_name(Circle circle);
 /// rank in [0, num_ranks).
 Coordinates coordinates(const model::Topology& topology, int64_t rank);
 
+/// Ranks of a circle: first, first + step, ..., `size` of them; number `own` is the one asked for.
+struct CircleRanks {
+  int64_t first = 0, step = 1, size = 1, own = 0;
+};
+CircleRanks circle_ranks(const model::Topology& topology, Circle circle, int64_t rank);
+
 /// Ranks of that circle of `rank`, ascending; contains `rank`.
 std::vector<int64_t> members(const model::Topology& topology, Circle circle, int64_t rank);
 
 /// Near-even contiguous cuts of `count` things over `size` owners: {0, ..., count}, size + 1
 /// entries. Owners may get nothing.
 std::vector<int64_t> even_cuts(int64_t count, int64_t size);
+/// What owner `own` of those gets.
+inline int64_t even_share(int64_t count, int64_t size, int64_t own) {
+  return count * (own + 1) / size - count * own / size;
+}
 
 }  // namespace lockstep::parallel

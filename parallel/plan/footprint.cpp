@@ -1,6 +1,5 @@
 #include "parallel/plan/footprint.hpp"
 
-#include <algorithm>
 #include <array>
 #include <map>
 #include <string_view>
@@ -42,16 +41,6 @@ int64_t product(const std::vector<int64_t>& shape, size_t from) {
 
 int64_t size_of(at::ScalarType dtype) { return static_cast<int64_t>(c10::elementSize(dtype)); }
 
-/// Ranks that share a parameter, and which of them this one is.
-std::pair<int64_t, size_t> shard_of(const ParamSpec& spec,
-                                    const model::Topology& topology,
-                                    int64_t rank) {
-  const std::vector<int64_t> ranks =
-      members(topology, spec.expert ? Circle::kExpertShard : Circle::kShard, rank);
-  return {static_cast<int64_t>(ranks.size()),
-          static_cast<size_t>(std::find(ranks.begin(), ranks.end(), rank) - ranks.begin())};
-}
-
 }  // namespace
 
 std::vector<Footprint> footprint(const model::ModelConfig& config,
@@ -61,9 +50,10 @@ std::vector<Footprint> footprint(const model::ModelConfig& config,
   std::map<std::string_view, Footprint> all;
   for (const ParamSpec& spec :
        parameter_specs(config, num, topology, coordinates(topology, rank))) {
-    const auto [size, own] = shard_of(spec, topology, rank);
-    const std::vector<int64_t> cuts = even_cuts(spec.shape[0], size);
-    const int64_t elements = (cuts[own + 1] - cuts[own]) * product(spec.shape, 1);
+    const CircleRanks shards =
+        circle_ranks(topology, spec.expert ? Circle::kExpertShard : Circle::kShard, rank);
+    const int64_t elements =
+        even_share(spec.shape[0], shards.size, shards.own) * product(spec.shape, 1);
     const std::string_view category = category_of(spec.name, config);
     Footprint& sum = all[category];
     sum.category = category;

@@ -73,9 +73,8 @@ Placement place_parameter(const model::ModelConfig& config,
                           const model::Parameter& parameter) {
   Placement result{parameter, 0, parameter.shape[0], {}};
   if (parameter.expert) {
-    const std::vector<int64_t> cuts = expert_cuts(config, topology);
-    result.first = cuts[static_cast<size_t>(place.ep)];
-    result.last = cuts[static_cast<size_t>(place.ep) + 1];
+    result.first = config.n_routed_experts * place.ep / topology.ep;
+    result.last = config.n_routed_experts * (place.ep + 1) / topology.ep;
   }
   const bool kda = parameter.layer >= 0 &&
                    config.mixers[static_cast<size_t>(parameter.layer)] == model::MixerKind::kKda;

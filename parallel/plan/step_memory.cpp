@@ -1,7 +1,6 @@
 #include "parallel/plan/step_memory.hpp"
 
 #include <algorithm>
-#include <cmath>
 #include <map>
 #include <numeric>
 #include <tuple>
@@ -66,7 +65,7 @@ class Step {
         head_(model::head_unit(plan.config.num_hidden_layers)),
         wide_(size_of(plan.num.acc())),
         sent_(plan.num.invariant() ? 16 : wide_),
-        dp_(static_cast<int64_t>(members(plan.topology, Circle::kDp, rank).size())) {
+        dp_(plan.topology.dp) {
     place_parameters(optimizer);
     measure_units();
   }
@@ -85,13 +84,10 @@ class Step {
   void place_parameters(OptimizerKind optimizer) {
     for (const ParamSpec& spec :
          parameter_specs(c_, plan_.num, plan_.topology, coordinates(plan_.topology, rank_))) {
-      const std::vector<int64_t> ranks =
-          members(plan_.topology, spec.expert ? Circle::kExpertShard : Circle::kShard, rank_);
-      const auto size = static_cast<int64_t>(ranks.size());
-      const auto at =
-          static_cast<size_t>(std::find(ranks.begin(), ranks.end(), rank_) - ranks.begin());
-      const std::vector<int64_t> cuts = even_cuts(spec.shape[0], size);
-      const int64_t row = product(spec.shape, 1), own = (cuts[at + 1] - cuts[at]) * row,
+      const CircleRanks shards =
+          circle_ranks(plan_.topology, spec.expert ? Circle::kExpertShard : Circle::kShard, rank_);
+      const int64_t size = shards.size, row = product(spec.shape, 1),
+                    own = even_share(spec.shape[0], size, shards.own) * row,
                     all = spec.shape[0] * row;
       const at::ScalarType kept = spec.trainable ? plan_.num.acc() : spec.compute_dtype;
       if (spec.trainable) {
@@ -125,11 +121,7 @@ class Step {
     const Coordinates place = coordinates(plan_.topology, rank_);
     const TokenPlan tokens = plan_.tokens(rank_);
     const model::Topology& t = plan_.topology;
-    const auto part = [&](int64_t count) {
-      const std::vector<int64_t> cuts = even_cuts(count, t.tp);
-      const auto at = static_cast<size_t>(place.tp);
-      return cuts[at + 1] - cuts[at];
-    };
+    const auto part = [&](int64_t count) { return even_share(count, t.tp, place.tp); };
     model::PassSizes s;
     s.tokens = tokens.end - tokens.begin;
     s.row_tokens = tokens.cuts.back();
@@ -144,15 +136,15 @@ class Step {
     s.dense_inner = part(c_.intermediate_size);
     s.shared_inner = part(c_.shared_width());
     s.expert_inner = s.splits_sums ? part(c_.moe_intermediate_size) : c_.moe_intermediate_size;
-    const std::vector<int64_t> cuts = expert_cuts(c_, t);
-    const auto ep = static_cast<size_t>(place.ep);
-    const int64_t here = cuts[ep + 1] - cuts[ep];
+    const int64_t first = c_.n_routed_experts * place.ep / t.ep,
+                  last = c_.n_routed_experts * (place.ep + 1) / t.ep, here = last - first;
     s.num_experts = s.splits_sums ? here : part(here);
 
+    const std::vector<std::pair<int64_t, int64_t>> sources = ep_tokens(plan_, rank_);
     memory_[model::kStemUnit] = model::stem_memory(c_, plan_.num, s);
     memory_[head_] = model::head_memory(c_, plan_.num, s);
     for (int64_t layer = 0; layer < c_.num_hidden_layers; ++layer) {
-      const auto [rows, own_rows] = rows_here(layer, cuts[ep], cuts[ep + 1], s, place.tp);
+      const auto [rows, own_rows] = rows_here(sources, layer, first, last, s, place.tp);
       memory_[layer] = model::layer_memory(c_, plan_.num, s, layer, rows, own_rows);
       if (t.ep > 1 && c_.mlps[static_cast<size_t>(layer)] == model::MlpKind::kMoe)
         exchange_[layer] = std::max(rows, s.tokens * c_.num_experts_per_tok) * c_.hidden_size *
@@ -162,20 +154,26 @@ class Step {
 
   /// Rows of all tokens for the experts of this ep rank, and of those this tp rank's.
   [[nodiscard]] std::pair<int64_t, int64_t> rows_here(
-      int64_t layer, int64_t first, int64_t last, const model::PassSizes& s, int64_t tp) const {
-    double rows = 0, own = 0;
-    const std::vector<int64_t> share =
-        even_cuts(last - first, s.splits_sums ? 1 : plan_.topology.tp);
-    const auto at = s.splits_sums ? size_t{0} : static_cast<size_t>(tp);
-    for (const int64_t member : members(plan_.topology, Circle::kEp, rank_)) {
-      const std::vector<double> all = expert_rows(plan_, layer, plan_.tokens(member));
-      for (int64_t e = first; e < last; ++e) {
-        const double count = all[static_cast<size_t>(e)];
-        rows += count;
-        if (e - first >= share[at] && e - first < share[at + 1]) own += count;
-      }
+      const std::vector<std::pair<int64_t, int64_t>>& sources,
+      int64_t layer,
+      int64_t first,
+      int64_t last,
+      const model::PassSizes& s,
+      int64_t tp) const {
+    const int64_t split = s.splits_sums ? 1 : plan_.topology.tp, at = s.splits_sums ? 0 : tp;
+    const int64_t own_first = first + (last - first) * at / split,
+                  own_last = first + (last - first) * (at + 1) / split;
+    int64_t rows = 0, own = 0;
+    if (!plan_.routes.contains(layer)) {
+      for (const auto& [begin, end] : sources) rows += end - begin;
+      return {plan_.even_rows(rows, last - first), plan_.even_rows(rows, own_last - own_first)};
     }
-    return {std::llround(rows), std::llround(own)};
+    for (const auto& [begin, end] : sources) {
+      const std::vector<int64_t> all = expert_rows(plan_, layer, begin, end);
+      rows += std::accumulate(all.begin() + first, all.begin() + last, int64_t{0});
+      own += std::accumulate(all.begin() + own_first, all.begin() + own_last, int64_t{0});
+    }
+    return {rows, own};
   }
 
   void start(Bucket& b) {

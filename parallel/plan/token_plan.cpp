@@ -7,22 +7,26 @@
 namespace lockstep::parallel {
 namespace {
 
-/// Documents [result[d], result[d + 1]) go to data rank d: where a document's middle falls.
-std::vector<int64_t> document_cuts(const Packing& batch, int64_t data_ranks) {
+/// First document of data rank d, or the number of documents: a document goes where its middle
+/// falls.
+int64_t first_document(const Packing& batch, int64_t data_ranks, int64_t d) {
   const std::vector<int64_t>& cu = batch.cu_seqlens();
   const int64_t tokens = batch.global_tokens();
-  std::vector<int64_t> cuts(static_cast<size_t>(data_ranks) + 1, batch.num_documents());
-  cuts[0] = 0;
-  for (int64_t doc = batch.num_documents() - 1; doc >= 0; --doc) {
+  const auto owner = [&](int64_t doc) {
     const auto i = static_cast<size_t>(doc);
-    const int64_t owner =
-        tokens == 0 ? 0 : std::min((cu[i] + cu[i + 1]) * data_ranks / (2 * tokens), data_ranks - 1);
-    for (int64_t d = owner + 1; d <= data_ranks; ++d)
-      cuts[static_cast<size_t>(d)] = std::max(cuts[static_cast<size_t>(d)], doc + 1);
-    for (int64_t d = 1; d <= owner; ++d)
-      cuts[static_cast<size_t>(d)] = std::min(cuts[static_cast<size_t>(d)], doc);
+    return tokens == 0 ? int64_t{0}
+                       : std::min((cu[i] + cu[i + 1]) * data_ranks / (2 * tokens), data_ranks - 1);
+  };
+  int64_t first = 0, last = batch.num_documents();
+  while (first < last) {
+    const int64_t middle = (first + last) / 2;
+    if (owner(middle) < d) {
+      first = middle + 1;
+    } else {
+      last = middle;
+    }
   }
-  return cuts;
+  return first;
 }
 
 /// bounds: those of the tiles of a row of documents.
@@ -76,43 +80,60 @@ std::optional<std::string> cp_blocker(const model::Topology& topology,
       tokens);
 }
 
+Packing TokenRow::held(int64_t cp) const {
+  const auto r = static_cast<size_t>(cp);
+  return cuts.size() > 2 ? packing.shard(cuts[r], cuts[r + 1]) : packing;
+}
+
+TokenPlan TokenRow::part(int64_t cp) const {
+  const auto r = static_cast<size_t>(cp);
+  TokenPlan plan;
+  plan.packing = held(cp);
+  plan.cuts = cuts;
+  plan.row_begin = begin;
+  plan.begin = begin + cuts[r];
+  plan.end = begin + cuts[r + 1];
+  return plan;
+}
+
+TokenRow plan_row(const model::Topology& topology,
+                  int64_t row,
+                  const Packing& batch,
+                  const std::vector<int64_t>& cuts,
+                  bool canonical) {
+  const int64_t data_ranks = topology.dp * topology.fsdp;
+  const std::vector<int64_t>& cu = batch.cu_seqlens();
+  if (const auto reason = cp_blocker(topology, batch, cuts))
+    fail(ErrorKind::kMesh, "tokens: {}", *reason);
+  const auto first = static_cast<size_t>(first_document(batch, data_ranks, row)),
+             last = static_cast<size_t>(first_document(batch, data_ranks, row + 1));
+  std::vector<int64_t> row_cu;
+  for (size_t i = first; i <= last; ++i) row_cu.push_back(cu[i] - cu[first]);
+  TokenRow result{Packing::whole(std::move(row_cu)), cuts, cu[first]};
+  if (canonical) {
+    const std::vector<int64_t> bounds = result.packing.tile_bounds();
+    if (cuts.empty()) result.cuts = canonical_cuts(bounds, topology.cp);
+    check_canonical(bounds, result.cuts);
+  } else if (cuts.empty()) {
+    result.cuts = even_cuts(result.packing.global_tokens(), topology.cp);
+  }
+  return result;
+}
+
 TokenPlan plan_tokens(const model::Topology& topology,
                       const Coordinates& place,
                       const Packing& batch,
                       const std::vector<int64_t>& cuts,
                       bool canonical) {
-  const int64_t data_ranks = topology.dp * topology.fsdp;
-  const std::vector<int64_t>& cu = batch.cu_seqlens();
-  if (const auto reason = cp_blocker(topology, batch, cuts))
-    fail(ErrorKind::kMesh, "tokens: {}", *reason);
-  const std::vector<int64_t> documents = document_cuts(batch, data_ranks);
   const int64_t mine = place.dp * topology.fsdp + place.fsdp;
   TokenPlan plan;
-  for (int64_t d = 0; d < data_ranks; ++d) {
-    const auto first = static_cast<size_t>(documents[static_cast<size_t>(d)]),
-               last = static_cast<size_t>(documents[static_cast<size_t>(d) + 1]);
-    const int64_t tokens = cu[last] - cu[first];
-    std::vector<int64_t> row_cu;
-    for (size_t i = first; i <= last; ++i) row_cu.push_back(cu[i] - cu[first]);
-    const Packing row = Packing::whole(std::move(row_cu));
-    std::vector<int64_t> row_cuts = cuts;
-    if (canonical) {
-      const std::vector<int64_t> bounds = row.tile_bounds();
-      if (cuts.empty()) row_cuts = canonical_cuts(bounds, topology.cp);
-      check_canonical(bounds, row_cuts);
-    } else if (cuts.empty()) {
-      row_cuts = even_cuts(tokens, topology.cp);
-    }
-    for (size_t r = 0; r + 1 < row_cuts.size(); ++r)
-      plan.rows.push_back(row_cuts[r + 1] - row_cuts[r]);
-    if (d != mine) continue;
-    const auto cp = static_cast<size_t>(place.cp);
-    plan.packing = topology.cp > 1 ? row.shard(row_cuts[cp], row_cuts[cp + 1]) : row;
-    plan.cuts = row_cuts;
-    plan.row_begin = cu[first];
-    plan.begin = cu[first] + row_cuts[cp];
-    plan.end = cu[first] + row_cuts[cp + 1];
+  std::vector<int64_t> rows;
+  for (int64_t d = 0; d < topology.dp * topology.fsdp; ++d) {
+    const TokenRow row = plan_row(topology, d, batch, cuts, canonical);
+    for (size_t r = 0; r + 1 < row.cuts.size(); ++r) rows.push_back(row.cuts[r + 1] - row.cuts[r]);
+    if (d == mine) plan = row.part(place.cp);
   }
+  plan.rows = std::move(rows);
   return plan;
 }
 

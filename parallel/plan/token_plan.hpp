@@ -30,6 +30,25 @@ std::optional<std::string> cp_blocker(const model::Topology& topology,
                                       const Packing& batch,
                                       const std::vector<int64_t>& cuts);
 
+/// A row of documents and where cp cuts it.
+struct TokenRow {
+  Packing packing = Packing::whole({0});
+  std::vector<int64_t> cuts;  ///< rank r of cp holds rows [cuts[r], cuts[r + 1])
+  int64_t begin = 0;          ///< its first token in the batch
+
+  /// The documents with the part of rank `cp` of cp.
+  [[nodiscard]] Packing held(int64_t cp) const;
+  /// All of what that rank holds, without `rows`.
+  [[nodiscard]] TokenPlan part(int64_t cp) const;
+};
+
+/// Row `row` of the dp x fsdp ones; arguments and errors are plan_tokens'.
+TokenRow plan_row(const model::Topology& topology,
+                  int64_t row,
+                  const Packing& batch,
+                  const std::vector<int64_t>& cuts,
+                  bool canonical = false);
+
 /// `batch`: the whole batch. cuts empty: near-even; else the cuts of the one row (dp x fsdp must be
 /// 1). canonical: rows are cut at starts of tiles only (kTileTokens, counted from each document's
 /// start), the ones nearest to even, so that a rank may get no tokens. Throws kMesh with what

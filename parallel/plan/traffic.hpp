@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <map>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "model/base/packing.hpp"
@@ -33,18 +34,36 @@ struct StepPlan {
   /// the same number of rows, so the bytes of ep are those of an even load.
   std::map<int64_t, Tensor> routes;
 
-  /// What the rank at `rank` holds.
-  [[nodiscard]] TokenPlan tokens(int64_t rank) const {
-    return plan_tokens(topology, coordinates(topology, rank), batch, cp_cuts, num.invariant());
+  [[nodiscard]] TokenRow row(int64_t number) const {
+    return plan_row(topology, number, batch, cp_cuts, num.invariant());
   }
+  /// What the rank at `rank` holds, without `rows`.
+  [[nodiscard]] TokenPlan tokens(int64_t rank) const {
+    const Coordinates c = coordinates(topology, rank);
+    return row(c.dp * topology.fsdp + c.fsdp).part(c.cp);
+  }
+  /// Rows of an even load that `tokens` tokens send to `experts` experts.
+  [[nodiscard]] int64_t even_rows(int64_t tokens, int64_t experts) const;
 };
 
-/// Rows that these tokens send to each expert of a layer.
-std::vector<double> expert_rows(const StepPlan& plan, int64_t layer, const TokenPlan& tokens);
+/// Tokens of each rank of an ep circle: first and one past the last, counted in the batch.
+std::vector<std::pair<int64_t, int64_t>> ep_tokens(const StepPlan& plan, int64_t rank);
+
+/// Rows that tokens [begin, end) send to each expert of a layer of plan.routes.
+std::vector<int64_t> expert_rows(const StepPlan& plan, int64_t layer, int64_t begin, int64_t end);
 
 /// One micro-batch, forward and backward, and the optimizer's step, of the rank at `rank`. Circles
 /// of one rank move nothing and are left out. With `routes`, figures equal those of the ledger.
-/// Throws kMesh where a run would.
-std::vector<Traffic> step_traffic(const StepPlan& plan, int64_t rank);
+/// Throws kMesh where a run would. `replica_sums`, if there, gets the elements of each sum of
+/// gradients over the replicas.
+std::vector<Traffic> step_traffic(const StepPlan& plan,
+                                  int64_t rank,
+                                  std::vector<int64_t>* replica_sums = nullptr);
+
+/// Bytes of those sums, sent and received alike, of replica `own` of `size`.
+int64_t replica_bytes(const StepPlan& plan,
+                      const std::vector<int64_t>& replica_sums,
+                      int64_t size,
+                      int64_t own);
 
 }  // namespace lockstep::parallel

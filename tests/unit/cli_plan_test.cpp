@@ -5,6 +5,8 @@
 
 #include "model/checkpoint/parameters.hpp"
 #include "model/config/config_json.hpp"
+#include "parallel/plan/step_memory.hpp"
+#include "parallel/plan/traffic.hpp"
 #include "tests/unit/cli_program_support.hpp"
 
 namespace lockstep::harness {
@@ -21,6 +23,17 @@ class Plan : public Program {
   static Json first_of(const Outcome& outcome) {
     EXPECT_EQ(outcome.exit_code, 0) << outcome.errors;
     return Json::parse(outcome.output)["plans"][0];
+  }
+  /// The same where the output is longer than what Outcome keeps.
+  static Json first_of_long(const std::vector<std::string>& words) {
+    std::vector<std::string> command = {
+        (fs::path(LOCKSTEP_BINARY_DIR) / "lockstep").string(), "plan", "--json"};
+    command.insert(command.end(), words.begin(), words.end());
+    std::string text;
+    const Outcome outcome =
+        run_command(command, {}, [&](std::string_view line) { text += std::string(line) + '\n'; });
+    EXPECT_EQ(outcome.exit_code, 0) << outcome.errors;
+    return Json::parse(text)["plans"][0];
   }
 };
 
@@ -108,6 +121,60 @@ TEST_F(Plan, GatheredParametersAreThoseOfTheUnits) {
     expected += (head ? 1 : 2) * 4 * p.numel();
   }
   EXPECT_EQ(sent, expected);
+}
+
+TEST_F(Plan, EveryRankOfAKindHasItsOwnFigures) {
+  const model::ModelConfig config = model::preset_config("tiny");
+  const model::Numerics num = model::Numerics::policy("invariant-f32");
+  const Packing batch = Packing::of_lengths({100, 1, 31, 0, 64, 7, 7, 7, 300});
+  const std::string topology = "dp=3,fsdp=5,cp=2,tp=2,ep=5";
+  const parallel::StepPlan step{.config = config,
+                                .num = num,
+                                .topology = model::parse_topology(topology),
+                                .batch = batch,
+                                .cp_cuts = {},
+                                .recompute = false,
+                                .balance = false,
+                                .routes = {}};
+  const Json whole = first_of_long({"--config",
+                                    "tiny",
+                                    "--topology",
+                                    topology,
+                                    "--documents",
+                                    "100,1,31,0,64,7,7,7,300",
+                                    "--policy",
+                                    "invariant-f32"});
+  ASSERT_EQ(whole["ranks"].size(), 60U);
+  for (int64_t rank = 0; rank < 60; ++rank) {
+    const Json& planned = whole["ranks"][static_cast<size_t>(rank)];
+    const auto lines = parallel::step_traffic(step, rank);
+    ASSERT_EQ(planned["traffic"].size(), lines.size());
+    for (size_t i = 0; i < lines.size(); ++i) {
+      const Json& line = planned["traffic"][i];
+      EXPECT_EQ(line["what"], lines[i].what);
+      EXPECT_EQ(line["bytes_sent"], lines[i].bytes_sent) << rank << " " << lines[i].what;
+      EXPECT_EQ(line["bytes_received"], lines[i].bytes_received) << rank << " " << lines[i].what;
+    }
+    EXPECT_EQ(planned["peak_bytes"]["all"],
+              parallel::step_memory(step, parallel::OptimizerKind::kAdamW, rank).peak_total);
+  }
+}
+
+TEST_F(Plan, AMillionRanksAreCutShort) {
+  for (const char* topology : {"dp=1048576", "cp=1024,fsdp=1024,ep=512", "cp=1048576"}) {
+    const std::vector<std::string> words = {
+        "--config", "tiny", "--topology", topology, "--documents", "100,30"};
+    const Outcome table = plan(words);
+    EXPECT_EQ(table.exit_code, 0) << table.errors;
+    EXPECT_THAT(table.output, HasSubstr("... 1048512 more ranks (--json lists the first 4096)"));
+    EXPECT_THAT(table.output, HasSubstr("... 131008 more hosts"));
+    EXPECT_LT(std::count(table.output.begin(), table.output.end(), '\n'), 200);
+    const Json json = first_of_long(words);
+    EXPECT_EQ(json["num_ranks"], 1048576);
+    EXPECT_EQ(json["ranks"].size(), 4096U);
+    EXPECT_EQ(json["left_out"],
+              Json::parse(R"({"ranks": 1044480, "hosts": 130560, "groups": "all"})"));
+  }
 }
 
 TEST_F(Plan, PrintsTables) {
