@@ -249,7 +249,11 @@ int run_command_bench(const BenchOptions& options, const Context& context) {
   const std::string problem = device_problem(options.device);
   LOCKSTEP_CHECK(problem.empty(), kConfig, "bench --device {}: {}", options.device, problem);
   for (const int64_t tokens : options.tokens) {
-    LOCKSTEP_CHECK(tokens >= 2, kInput, "bench --tokens {}: give 2 or more", tokens);
+    LOCKSTEP_CHECK(tokens >= 2 && tokens <= kMostTokens,
+                   kInput,
+                   "bench --tokens {}: give 2 or more, at most {}",
+                   tokens,
+                   kMostTokens);
   }
   BenchPlan plan;
   plan.preset = options.preset;

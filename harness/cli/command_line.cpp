@@ -14,6 +14,7 @@
 #include "harness/cli/commands.hpp"
 #include "harness/cli/errors.hpp"
 #include "harness/cli/version.hpp"
+#include "harness/launch/available.hpp"
 #include "harness/launch/mpi_start.hpp"
 #include "harness/launch/rank_guard.hpp"
 #include "harness/launch/schema.hpp"
@@ -106,6 +107,17 @@ std::string metrics_text() {
 }
 
 const std::string kTimeoutHelp = "Deadline of every wait for another rank";
+/// For the time and rates of a plan: CLI::PositiveNumber takes nan and inf.
+const CLI::Validator kRate(
+    [](std::string& text) {
+      char* end = nullptr;
+      const double value = std::strtod(text.c_str(), &end);
+      return *end == '\0' && value > 0 && value <= 1e12
+                 ? std::string()
+                 : text + " is not a number above 0, at most 1e12";
+    },
+    "");
+const CLI::Range kTokenCount(int64_t{1}, kMostTokens), kRankCount(int64_t{1}, int64_t{1} << 20);
 constexpr int64_t kLongestTimeout = int64_t{366} * 24 * 3600 * 1000;
 
 void add_engine_options(CLI::App& sub, LogitsOptions& o) {
@@ -434,19 +446,19 @@ void add_plan_command(Program& p) {
   plan->add_flag("--recompute", o.recompute, "Layers are recomputed in backward")->needs(config);
   plan->add_option("--defaults", o.defaults, kDefaultsHelp)->capture_default_str()->needs(config);
   plan->add_option("--ranks", o.ranks, "Ranks that there are; a plan that needs more is refused")
-      ->check(CLI::PositiveNumber);
+      ->check(kRankCount);
   plan->add_option("--ranks-per-host", o.ranks_per_host, "Consecutive ranks that share a host")
       ->capture_default_str()
-      ->check(CLI::PositiveNumber);
+      ->check(kRankCount);
   plan->add_option("--tflops", o.tflops, "For the time: TFLOP/s that a rank sustains")
       ->capture_default_str()
-      ->check(CLI::PositiveNumber);
+      ->check(kRate);
   plan->add_option("--link", o.link, "For the time: GB/s of a rank to others of its host, each way")
       ->capture_default_str()
-      ->check(CLI::PositiveNumber);
+      ->check(kRate);
   plan->add_option("--network", o.network, "For the time: GB/s of a rank to other hosts, each way")
       ->capture_default_str()
-      ->check(CLI::PositiveNumber);
+      ->check(kRate);
 }
 
 void add_machine_commands(Program& p) {
@@ -493,16 +505,16 @@ void add_machine_commands(Program& p) {
       "tokens for all)");
   bench->add_option("--ranks", p.bench.ranks, "Numbers of ranks, from 1")
       ->capture_default_str()
-      ->check(CLI::PositiveNumber)
+      ->check(kRankCount)
       ->needs(scaling);
   bench
       ->add_option(
           "--total-tokens", p.bench.total_tokens, "Of strong scaling; default 4 times --tokens")
-      ->check(CLI::PositiveNumber)
+      ->check(kTokenCount)
       ->needs(scaling);
   bench->add_option("--threads", p.bench.threads, "Compute threads of a rank")
       ->capture_default_str()
-      ->check(CLI::PositiveNumber)
+      ->check(CLI::Range(1, 4096))
       ->needs(scaling);
   for (const char* other :
        {"--growth", "--forward-only", "--reference-ops", "--peer", "--device", "--against"})

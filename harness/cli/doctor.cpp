@@ -87,6 +87,7 @@ Finding disk() {
   while (!std::filesystem::exists(cache, error) && cache.has_relative_path()) {
     cache = cache.parent_path();
   }
+  if (cache.empty()) cache = ".";
   const double here = free_gib("."), there = free_gib(cache);
   if (here < 0) return {"disk", State::kMissing, "unknown", "check the current folder"};
   return {"disk",

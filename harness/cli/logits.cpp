@@ -1,3 +1,6 @@
+#include <fmt/ranges.h>
+
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <filesystem>
@@ -37,7 +40,7 @@ RunSpec run_of(const LogitsOptions& options, std::string_view command) {
                    kInput,
                    "--numerics {}: not of the form switch=value; write for example D09=1",
                    text);
-    run.numerics.emplace_back(text.substr(0, equals), text.substr(equals + 1));
+    add_numerics(run, text.substr(0, equals), text.substr(equals + 1));
   }
   numerics_of(run);
   run.topology = model::parse_topology(options.topology);
@@ -62,7 +65,10 @@ RunSpec run_of(const LogitsOptions& options, std::string_view command) {
 }
 
 /// A result that cannot be written, or would replace an input, is found out before it is computed.
-void check_output(const fs::path& out, const fs::path& docs, const fs::path& model) {
+void check_output(const fs::path& out,
+                  const fs::path& docs,
+                  const fs::path& model,
+                  const std::vector<std::string>& suffixes) {
   std::error_code error;
   for (const auto& entry : fs::directory_iterator(model, error)) {
     std::error_code unlike;
@@ -89,6 +95,12 @@ void check_output(const fs::path& out, const fs::path& docs, const fs::path& mod
                  kInput,
                  "--out {}: exists and is no ordinary file; name another",
                  out.string());
+  LOCKSTEP_CHECK(
+      std::find(suffixes.begin(), suffixes.end(), out.extension().string()) != suffixes.end(),
+      kInput,
+      "--out {}: the suffix says what is written; this command writes {}",
+      out.string(),
+      fmt::join(suffixes, ", "));
   model::AtomicFile probe(out.string());
   probe.write("", 0);
 }
@@ -101,8 +113,8 @@ Workload workload_of(const LogitsOptions& options) {
       kInput,
       "--model {}: no such folder; give a folder with config.json and .safetensors files",
       options.model.string());
-  work.documents = read_documents(options.docs);
   work.source = model::open_checkpoint(options.model.string(), parse_defaults(options.defaults));
+  work.documents = read_documents(options.docs, work.source->config().vocab_size);
   return work;
 }
 
@@ -163,6 +175,7 @@ using Writer = void (*)(const fs::path&, const RunOutput&);
 int run_engine(const LogitsOptions& options,
                const Context& context,
                const std::string& command,
+               const std::vector<std::string>& suffixes,
                Writer write) {
   // Checked before a launcher starts anything, so that one message comes of it.
   const RunSpec run = run_of(options, command);
@@ -170,7 +183,7 @@ int run_engine(const LogitsOptions& options,
   parallel::set_comm_timeout_ms(options.comm_timeout_ms);
   if (!under_mpi_launcher()) check_hang_rank(ranks);
   if (ranks > 1 && !under_mpi_launcher()) {
-    check_output(options.out, options.docs, options.model);
+    check_output(options.out, options.docs, options.model, suffixes);
     check_topology(run, workload_of(options).source->config());
     return start_own_ranks(ranks, context);
   }
@@ -185,7 +198,7 @@ int run_engine(const LogitsOptions& options,
                    ranks,
                    session.world().size(),
                    ranks);
-    if (first) check_output(options.out, options.docs, options.model);
+    if (first) check_output(options.out, options.docs, options.model, suffixes);
     const Workload work = workload_of(options);
     const parallel::Mesh mesh = session.world().size() == 1
                                     ? parallel::Mesh::single()
@@ -232,11 +245,11 @@ int run_engine(const LogitsOptions& options,
 }  // namespace
 
 int run_command_logits(const LogitsOptions& options, const Context& context) {
-  return run_engine(options, context, "logits", write_logits);
+  return run_engine(options, context, "logits", {".safetensors"}, write_logits);
 }
 
 int run_command_dump(const LogitsOptions& options, const Context& context) {
-  return run_engine(options, context, "dump", write_dump);
+  return run_engine(options, context, "dump", {".h5", ".hdf5", ".safetensors"}, write_dump);
 }
 
 }  // namespace lockstep::harness

@@ -66,7 +66,7 @@ Planned plan_config(const PlanOptions& options) {
                    kInput,
                    "plan: --numerics {}: write SWITCH=VALUE, such as D61=tp",
                    text);
-    run.numerics.emplace_back(text.substr(0, equals), text.substr(equals + 1));
+    add_numerics(run, text.substr(0, equals), text.substr(equals + 1));
   }
   for (const int64_t length : options.documents)
     LOCKSTEP_CHECK(length >= 0, kInput, "plan: --documents: a length of {} tokens", length);

@@ -106,6 +106,17 @@ int start_own_ranks(int64_t ranks, const Context& context) {
                  "starting {} ranks: the launcher ended with 1; its own words are\n{}",
                  ranks,
                  outcome.errors);
+  // Ranks end with 0 to 5, or with 128 and a signal; other codes are the launcher's own.
+  constexpr int kLastSignal = 128 + 64;
+  LOCKSTEP_CHECK(outcome.exit_code <= kLastSignal,
+                 kConfig,
+                 "starting {} ranks: the launcher ended with {} before they ran: does "
+                 "`mpirun -n {} hostname` work? PATH is {}; its own words are\n{}",
+                 ranks,
+                 outcome.exit_code,
+                 ranks,
+                 std::getenv("PATH") == nullptr ? "not set, set it" : std::getenv("PATH"),
+                 outcome.errors);
   if (!told.empty() || outcome.exit_code != 0) {
     std::fputs(fmt::format("{}\n", told.empty() ? outcome.errors : told).c_str(), stderr);
   }

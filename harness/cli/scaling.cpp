@@ -6,6 +6,7 @@
 
 #include "harness/cli/commands.hpp"
 #include "harness/cli/ranks.hpp"
+#include "harness/launch/available.hpp"
 #include "harness/launch/mpi_start.hpp"
 #include "harness/result/result.hpp"
 #include "harness/runner/progress.hpp"
@@ -87,6 +88,11 @@ int run_command_scaling(const BenchOptions& options, const Context& context) {
                  kInput,
                  "bench --scaling: --tokens is the number of tokens of a rank; got {} numbers",
                  options.tokens.size());
+  LOCKSTEP_CHECK(options.tokens.empty() || options.tokens.front() <= kMostTokens,
+                 kInput,
+                 "bench --scaling: --tokens {}: use at most {}",
+                 options.tokens.front(),
+                 kMostTokens);
   ScalingPlan plan;
   plan.preset = options.preset;
   plan.policy = options.policy;

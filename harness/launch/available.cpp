@@ -63,6 +63,8 @@ std::string option_problem(const RunSpec& run) {
                                     {"prefill_chunk", run.prefill_chunk},
                                     {"page_size", run.page_size}}) {
     if (value < 0) return fmt::format("{} = {} is negative; it counts tokens", name, value);
+    if (value > kMostTokens)
+      return fmt::format("{} = {} tokens is too much; use at most {}", name, value, kMostTokens);
   }
   return {};
 }

@@ -9,6 +9,10 @@
 
 namespace lockstep::harness {
 
+/// Of a batch, a page or a piece of a prefill: more than any machine holds, and no product of it
+/// with the sizes of a model leaves 64 bits.
+inline constexpr int64_t kMostTokens = int64_t{1} << 24;
+
 /// Why this engine, device or topology cannot run here and what can; empty when it can run. Names
 /// that exist nowhere get a list of those that do.
 std::string engine_problem(std::string_view engine);

@@ -6,15 +6,21 @@
 
 namespace lockstep::harness {
 
-Documents read_documents(const std::filesystem::path& file) {
+Documents read_documents(const std::filesystem::path& file, int64_t vocab_size) {
   constexpr auto kForm = "write {\"documents\": [[1, 2, 3], [4, 5]]}";
+  std::error_code error;
+  LOCKSTEP_CHECK(!std::filesystem::is_directory(file, error),
+                 kInput,
+                 "documents: {} is a folder; name a file, {}",
+                 file.string(),
+                 kForm);
   nlohmann::json json;
   try {
     const std::string text = model::read_text_file(file.string());
     model::check_json(text, file.string());
     json = nlohmann::json::parse(text);
-  } catch (const Error& error) {
-    fail(ErrorKind::kInput, "documents: {}; {}", error.what(), kForm);
+  } catch (const Error& wrong) {
+    fail(ErrorKind::kInput, "documents: {}; {}", wrong.what(), kForm);
   }
   LOCKSTEP_CHECK(json.is_object() && json.contains("documents") && json["documents"].is_array(),
                  kInput,
@@ -38,6 +44,15 @@ Documents read_documents(const std::filesystem::path& file) {
                      documents.size() - 1,
                      ids.size(),
                      id.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace));
+      LOCKSTEP_CHECK(vocab_size == 0 || id.get<int64_t>() < vocab_size,
+                     kInput,
+                     "documents: {}: document {}, position {}: id {} is outside the vocabulary of "
+                     "{}; check the tokenizer or vocab_size",
+                     file.string(),
+                     documents.size() - 1,
+                     ids.size(),
+                     id.get<int64_t>(),
+                     vocab_size);
       ids.push_back(id.get<int64_t>());
     }
   }

@@ -60,7 +60,7 @@ ModuleMap ModuleMap::load(const std::filesystem::path& file) {
       in.good(), kInput, "module map {}: cannot be opened; check the path", file.string());
   std::ostringstream text;
   text << in.rdbuf();
-  const TomlDocument document(text.str(), file);
+  const TomlDocument document(text.str(), file, "module map");
   ModuleMap map;
   read_rows(TomlValue(document, document.root(), ""), "", map);
   LOCKSTEP_CHECK(!map.empty(),

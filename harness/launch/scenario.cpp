@@ -304,6 +304,11 @@ void collect_axes(const TomlValue& table, const std::string& prefix, std::vector
                  path,
                  path);
     }
+    if (path.starts_with("sweep.")) {
+      value.fail(ErrorKind::kInput,
+                 "a sweep cannot vary itself; name a key of another table, such as \"model.seed\" "
+                 "or \"run.*.policy\"");
+    }
     SweepAxis axis{path, value.where(), {}};
     for (size_t i = 0; i < array->size(); ++i) {
       const toml::node& node = (*array)[i];

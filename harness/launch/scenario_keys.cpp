@@ -175,7 +175,18 @@ const KeyRow kRows[] = {
       "",
       "tokens",
       "lengths of documents with random ids; 0 is an empty document"},
-     [](T& t, const V& v) { t.scenario->data.documents = v.integers(0); }},
+     [](T& t, const V& v) {
+       t.scenario->data.documents = v.integers(0);
+       int64_t left = kMostTokens;
+       for (const int64_t length : t.scenario->data.documents) {
+         if (length > left)
+           v.fail(Kind::kInput,
+                  "data.documents = {}: are more than {} tokens; use fewer or shorter documents",
+                  v.written(),
+                  kMostTokens);
+         left -= length;
+       }
+     }},
     {{"data", "file", KeyType::kText, "", "", "{\"documents\": [[ids], [ids]]}"},
      [](T& t, const V& v) { t.scenario->data.file = locate(*t.scenario, v); }},
     {{"data", "seed", KeyType::kInteger, "0", "", "seed of random documents"},

@@ -85,13 +85,14 @@ bool matches(const toml::node& node, KeyType type) {
 
 }  // namespace
 
-TomlDocument::TomlDocument(std::string_view text, std::filesystem::path file)
-    : file_(std::move(file)) {
+TomlDocument::TomlDocument(std::string_view text, std::filesystem::path file, std::string kind)
+    : file_(std::move(file)), kind_(std::move(kind)) {
   try {
     root_ = toml::parse(text, file_.string());
   } catch (const toml::parse_error& error) {
     lockstep::fail(ErrorKind::kInput,
-                   "scenario {}:{}: not valid TOML: {}",
+                   "{} {}:{}: not valid TOML: {}",
+                   kind_,
                    file_.string(),
                    error.source().begin.line,
                    std::string(error.description()));
@@ -260,10 +261,13 @@ std::vector<std::pair<std::string, TomlValue>> TomlValue::members() const {
 
 void TomlValue::raise(ErrorKind kind, const std::string& message) const {
   const bool scalar = !node_->is_table() && !(node_->is_array() && written().size() > 60);
-  throw Error(
-      kind,
-      fmt::format(
-          "scenario {}: {}{}: {}", where(), path_, scalar ? " = " + written() : "", message));
+  throw Error(kind,
+              fmt::format("{} {}: {}{}: {}",
+                          document_->kind(),
+                          where(),
+                          path_,
+                          scalar ? " = " + written() : "",
+                          message));
 }
 
 std::vector<std::pair<std::string, const toml::node*>> in_file_order(const toml::table& table) {

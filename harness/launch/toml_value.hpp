@@ -21,7 +21,8 @@ namespace lockstep::harness {
 class TomlDocument {
  public:
   /// Throws kInput with file and line for text that is not TOML.
-  TomlDocument(std::string_view text, std::filesystem::path file);
+  /// `kind` begins messages: "scenario FILE:LINE: ...".
+  TomlDocument(std::string_view text, std::filesystem::path file, std::string kind = "scenario");
 
   /// Puts `value` (TOML text; anything that does not parse is taken as a string) at a dotted path.
   /// `run.*.key` sets it in every run; `compare.0.limit` in the first compare. `origin` replaces
@@ -31,6 +32,7 @@ class TomlDocument {
   [[nodiscard]] toml::table& root() { return root_; }
   [[nodiscard]] const toml::table& root() const { return root_; }
   [[nodiscard]] const std::filesystem::path& file() const { return file_; }
+  [[nodiscard]] const std::string& kind() const { return kind_; }
   /// "scenarios/x.toml:12", or the origin of a value that was set.
   [[nodiscard]] std::string where(const toml::node& node, const std::string& path) const;
 
@@ -40,6 +42,7 @@ class TomlDocument {
                const std::string& origin);
 
   std::filesystem::path file_;
+  std::string kind_;
   toml::table root_;
   std::vector<std::pair<std::string, std::string>> origins_;  ///< dotted path -> origin
 };

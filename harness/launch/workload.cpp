@@ -104,6 +104,18 @@ model::Numerics numerics_of(const RunSpec& run) {
   return numerics;
 }
 
+void add_numerics(RunSpec& run, const std::string& id, const std::string& value) {
+  for (const auto& [other, given] : run.numerics)
+    LOCKSTEP_CHECK(other != id || given == value,
+                   kInput,
+                   "--numerics {}={}: {} is given as {} already; give each switch once",
+                   id,
+                   value,
+                   id,
+                   given);
+  run.numerics.emplace_back(id, value);
+}
+
 Workload load_workload(const Scenario& scenario) {
   const ModelSpec& spec = scenario.model;
   Workload work;
@@ -128,7 +140,7 @@ Workload load_workload(const Scenario& scenario) {
   at_place(scenario.data.where.empty() ? spec.where : scenario.data.where, [&] {
     const DataSpec& data = scenario.data;
     if (!data.file.empty()) {
-      work.documents = read_documents(data.file);
+      work.documents = read_documents(data.file, config.vocab_size);
     } else if (!data.documents.empty()) {
       work.documents = random_documents(
           data.documents, config.vocab_size, config.pad_token_id.value_or(-1), data.seed);

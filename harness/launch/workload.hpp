@@ -40,4 +40,7 @@ std::shared_ptr<const model::WeightSource> with_decay_bias(
 /// The numerics of a run: its policy with its switches.
 model::Numerics numerics_of(const RunSpec& run);
 
+/// Adds SWITCH=VALUE of a command line. Throws kInput where the switch has another value already.
+void add_numerics(RunSpec& run, const std::string& id, const std::string& value);
+
 }  // namespace lockstep::harness

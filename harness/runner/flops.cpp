@@ -21,20 +21,30 @@ double kda_macs(const model::ModelConfig& c) {
   return projections + recurrence;
 }
 
-double indexer_macs(const model::ModelConfig& c, double position) {
+/// Of all tokens of a span.
+double indexer_macs(const model::ModelConfig& c, const TokenSpan& span) {
   const auto D = static_cast<double>(c.hidden_size), Rq = static_cast<double>(c.q_lora_rank),
              Hi = static_cast<double>(c.index_n_heads), di = static_cast<double>(c.index_head_dim),
              p = static_cast<double>(c.index_kpool);
-  return Rq * Hi * di + 2 * D * di + D * Hi + Hi * di * (position / p);
+  const auto begin = static_cast<double>(span.begin), end = static_cast<double>(span.end),
+             tokens = end - begin, positions = tokens * (begin + end - 1) / 2;
+  return tokens * (Rq * Hi * di + 2 * D * di + D * Hi) + Hi * di * (positions / p);
 }
 
-double attention_macs(const model::ModelConfig& c, double position) {
+double attention_macs(const model::ModelConfig& c, const TokenSpan& span) {
   const auto D = static_cast<double>(c.hidden_size), Rq = static_cast<double>(c.q_lora_rank),
              R = static_cast<double>(c.kv_lora_rank),
              H = static_cast<double>(c.num_attention_heads),
              dn = static_cast<double>(c.qk_nope_head_dim), dv = static_cast<double>(c.v_head_dim);
-  const double keys = std::min(position + 1, static_cast<double>(c.index_topk + c.index_kpool - 1));
-  return D * Rq + Rq * H * dn + D * R + H * R * (dn + dv) + H * dv * D + 2 * H * R * keys;
+  // Position t has t + 1 keys, at most `most`.
+  const int64_t most = c.index_topk + c.index_kpool - 1,
+                full = std::clamp(most, span.begin, span.end);
+  const auto begin = static_cast<double>(span.begin), end = static_cast<double>(span.end),
+             middle = static_cast<double>(full);
+  const double keys =
+      (middle - begin) * (begin + middle + 1) / 2 + (end - middle) * static_cast<double>(most);
+  return (end - begin) * (D * Rq + Rq * H * dn + D * R + H * R * (dn + dv) + H * dv * D) +
+         2 * H * R * keys;
 }
 
 }  // namespace
@@ -57,10 +67,8 @@ Flops count_flops(const model::ModelConfig& c, const std::vector<TokenSpan>& spa
     } else {
       const bool own = c.indexer_shared.empty() || !c.indexer_shared[at];
       for (const TokenSpan& span : spans) {
-        for (int64_t t = span.begin; t < span.end; ++t) {
-          flops.mixers += 2 * attention_macs(c, static_cast<double>(t));
-          if (own) flops.indexer += 2 * indexer_macs(c, static_cast<double>(t));
-        }
+        flops.mixers += 2 * attention_macs(c, span);
+        if (own) flops.indexer += 2 * indexer_macs(c, span);
       }
     }
     const double expert = 3 * D * static_cast<double>(c.moe_intermediate_size);

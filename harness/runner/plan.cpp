@@ -1,5 +1,8 @@
 #include "harness/runner/plan.hpp"
 
+#include <fmt/ranges.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <nlohmann/json.hpp>
 
@@ -8,14 +11,68 @@
 #include "harness/launch/workload.hpp"
 #include "harness/result/json_text.hpp"
 #include "harness/result/result.hpp"
+#include "harness/runner/execute.hpp"
+#include "model/checkpoint/parameters.hpp"
+#include "parallel/plan/token_plan.hpp"
 
 namespace lockstep::harness {
+
+namespace {
+
+/// The weights of a preset are made in memory.
+void check_memory(const ModelSpec& spec, const RunSpec& run, const model::ModelConfig& config) {
+  if (spec.preset.empty()) return;
+  double bytes = 0;
+  for (const model::Parameter& p : model::expected_parameters(config)) {
+    double elements = 1;  // in floating point: a wrong size may leave 64 bits
+    for (const int64_t size : p.shape) elements *= static_cast<double>(size);
+    bytes += 4 * elements;
+  }
+  const double ranks = static_cast<double>(run.topology.num_ranks()),
+               memory = static_cast<double>(sysconf(_SC_PHYS_PAGES)) *
+                        static_cast<double>(sysconf(_SC_PAGESIZE)),
+               gib = 1 << 30;
+  std::string overrides;
+  for (const auto& [key, value] : spec.overrides)
+    overrides += fmt::format("{}{} = {}", overrides.empty() ? "" : ", ", key, value);
+  LOCKSTEP_CHECK(
+      memory <= 0 || bytes / ranks <= memory,
+      kConfig,
+      "scenario {}: [model] preset = \"{}\"{}: the weights need {:.1f} GiB on each rank of "
+      "run {}, this machine has {:.1f} GiB; use smaller sizes or more ranks",
+      spec.where,
+      spec.preset,
+      overrides.empty() ? "" : fmt::format(", overrides = {{ {} }}", overrides),
+      bytes / ranks / gib,
+      run.name,
+      memory / gib);
+}
+
+/// Whether the topology takes the model and its cuts the batch.
+void check_run(const RunSpec& run, const model::ModelConfig& config, const Packing& batch) {
+  try {
+    check_topology(run, config);
+    (void)parallel::plan_row(run.topology, 0, batch, run.cp_cuts, numerics_of(run).invariant());
+  } catch (const Error& error) {
+    fail(error.kind(),
+         "scenario {}: run.{}{}: {}",
+         run.where,
+         run.name,
+         run.cp_cuts.empty() ? "" : fmt::format(".cp_cuts = [{}]", fmt::join(run.cp_cuts, ", ")),
+         error.what());
+  }
+}
+
+}  // namespace
 
 void check_scenario(const ScenarioSet& set, const parallel::Session& session) {
   std::vector<std::string> verified;
   for (const ScenarioPoint& point : set.points) {
     const Scenario& scenario = point.scenario;
-    resolve_config(scenario.model);
+    const model::ModelConfig config = resolve_config(scenario.model);
+    for (const RunSpec& run : scenario.runs) check_memory(scenario.model, run, config);
+    const Packing batch = load_workload(scenario).documents.packing;
+    for (const RunSpec& run : scenario.runs) check_run(run, config, batch);
     for (const CompareSpec& compare : scenario.compares) {
       for (const std::string* side : {&compare.left, &compare.right}) {
         const auto ref = parse_golden_ref(*side, scenario.model);

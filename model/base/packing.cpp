@@ -41,7 +41,17 @@ Packing Packing::whole(std::vector<int64_t> cu_seqlens) {
 
 Packing Packing::of_lengths(const std::vector<int64_t>& lengths) {
   std::vector<int64_t> cu{0};
-  for (int64_t length : lengths) cu.push_back(cu.back() + length);
+  constexpr int64_t kMost = int64_t{1} << 40;  // products with widths stay inside 64 bits
+  for (int64_t length : lengths) {
+    LOCKSTEP_CHECK(length <= kMost && cu.back() + length <= kMost,
+                   kInput,
+                   "packing: document {} of {} tokens makes the row longer than {} tokens; use "
+                   "fewer or shorter documents",
+                   cu.size() - 1,
+                   length,
+                   kMost);
+    cu.push_back(cu.back() + length);
+  }
   return whole(std::move(cu));
 }
 

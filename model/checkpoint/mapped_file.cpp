@@ -78,7 +78,12 @@ void sync_folder(const std::string& folder) {
 AtomicFile::AtomicFile(std::string path)
     : path_(std::move(path)), temporary_(fmt::format("{}.tmp-{}", path_, ::getpid())) {
   fd_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
-  LOCKSTEP_CHECK(fd_ >= 0, kInput, "cannot create {}: {}", temporary_, std::strerror(errno));
+  LOCKSTEP_CHECK(
+      fd_ >= 0,
+      kInput,
+      "cannot create {}: {}; name a folder that can be written to, or change its permissions",
+      path_,
+      std::strerror(errno));
 }
 
 AtomicFile::~AtomicFile() {

@@ -451,5 +451,102 @@ limit = 1e-10
   EXPECT_EQ(runs, 1 + 8);
 }
 
+TEST_F(Program, ADryRunRefusesWhatTheRunRefuses) {
+  const auto scenario = [&](const std::string& more) {
+    write("s.toml", "[model]\npreset = \"tiny\"\n" + more);
+    std::vector<Outcome> both;
+    both.push_back(lockstep({"run", path("s.toml"), "--dry-run"}));
+    both.push_back(lockstep({"run", path("s.toml"), "--out", path("report")}));
+    return both;
+  };
+  const auto refused = [&](const std::string& more, const std::vector<std::string>& parts) {
+    for (const Outcome& outcome : scenario(more)) expect_refused(outcome, 2, parts);
+  };
+  const std::string data = "[data]\ndocuments = [20, 3]\n";
+  refused(data + "[run.a]\ntopology = { cp = 1 }\ncp_cuts = [0, 30]\n",
+          {"s.toml:5", "cp_cuts = [0, 30]", "23 tokens", "give cp + 1 rows"});
+  refused("[data]\ndocuments = [9223372036854775807, 9223372036854775807]\n[run.a]\n",
+          {"s.toml:4", "data.documents", "9223372036854775807", "fewer or shorter documents"});
+  refused(data + "[run.a]\n[sweep]\n\"sweep.x\" = [1, 2]\n",
+          {"s.toml:7", "sweep.x", "name a key of another table"});
+  refused("overrides = { vocab_size = 2000000000 }\n" + data + "[run.a]\n",
+          {"s.toml:1", "vocab_size = 2000000000", "GiB", "use smaller sizes"});
+}
+
+TEST_F(Program, AbsurdNumbersAreTheUsersMistake) {
+  for (const char* option : {"--page-size", "--prefill-chunk", "--decode"})
+    expect_refused(
+        logits({"--engine", "inference", option, "999999999999"}), 2, {"999999999999", "16777216"});
+  const std::string many = "100000000000000000";
+  expect_refused(lockstep({"bench", "--tokens", many}), 2, {many, "16777216"});
+  expect_refused(lockstep({"bench", "--scaling", "--tokens", many}), 2, {many, "16777216"});
+  expect_refused(lockstep({"bench", "--scaling", "--total-tokens", many}), 2, {many, "16777216"});
+  expect_refused(lockstep({"bench", "--scaling", "--ranks", "0"}), 2, {"--ranks", "1 to 1048576"});
+  const std::vector<std::string> plan = {"plan", "--config", "tiny", "--documents"};
+  const auto planned = [&](std::vector<std::string> more) {
+    more.insert(more.begin(), plan.begin(), plan.end());
+    return lockstep(more);
+  };
+  expect_refused(planned({many + "," + many}), 2, {many, "shorter documents"});
+  expect_refused(planned({"10", "--ranks-per-host", "9223372036854775807"}), 2, {"1048576"});
+  for (const char* option : {"--tflops", "--link", "--network"}) {
+    for (const char* value : {"nan", "inf", "0", "-1"})
+      expect_refused(planned({"10", option, value}), 2, {option, value, "above 0"});
+  }
+}
+
+TEST_F(Program, ALauncherThatCannotStartGetsABlock) {
+  const std::string program = (fs::path(LOCKSTEP_BINARY_DIR) / "lockstep").string();
+  const Outcome outcome = run_command({
+      "env",
+      "-i",
+      program,
+      "logits",
+      "--model",
+      kModel,
+      "--docs",
+      path("docs.json"),
+      "--out",
+      path("out.safetensors"),
+      "--topology",
+      "cp=2",
+      "--json",
+  });
+  if (outcome.exit_code == 0) GTEST_SKIP() << "mpirun works without PATH here";
+  expect_refused(outcome, 2, {"lockstep logits: config error", "PATH is not set"});
+  EXPECT_THAT(outcome.output, HasSubstr("\"exit_code\": 2"));
+}
+
+TEST_F(Program, FilesAndSwitchesThatMislead) {
+  for (const char* name : {"out.h5", "out.npz", "out"})
+    expect_refused(
+        lockstep({"logits", "--model", kModel, "--docs", path("docs.json"), "--out", path(name)}),
+        2,
+        {name, ".safetensors"});
+  expect_refused(lockstep({"dump",
+                           "--model",
+                           kModel,
+                           "--docs",
+                           path("docs.json"),
+                           "--modules",
+                           "*",
+                           "--out",
+                           path("out.npz")}),
+                 2,
+                 {"out.npz", ".h5", ".safetensors"});
+  write("far.json", R"({"documents": [[1, 2], [3, 99999]]})");
+  expect_refused(logits({}, "far.json"), 2, {"far.json", "document 1, position 1", "99999"});
+  expect_refused(
+      logits({"--numerics", "D09=1", "--numerics", "D09=2"}), 2, {"D09", "give each switch once"});
+  write("map.toml", "\"a\" = 3\n");
+  const Outcome map = lockstep({"compare",
+                                kModel + "/model.safetensors",
+                                kModel + "/model.safetensors",
+                                "--module-map",
+                                path("map.toml")});
+  expect_refused(map, 2, {"module map", "map.toml:1"});
+  EXPECT_THAT(map.errors, Not(HasSubstr("scenario")));
+}
+
 }  // namespace
 }  // namespace lockstep::harness
