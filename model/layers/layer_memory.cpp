@@ -11,6 +11,14 @@
 namespace lockstep::model {
 namespace {
 
+/// How many pieces of at most `size` rows the segments between `cu` are cut into, as conv_blocks()
+/// and kda_chunks() list them.
+int64_t pieces(const std::vector<int64_t>& cu, int64_t size) {
+  int64_t count = 0;
+  for (size_t s = 0; s + 1 < cu.size(); ++s) count += (cu[s + 1] - cu[s] + size - 1) / size;
+  return count;
+}
+
 using Id = MemoryTape::Id;
 using Op = MemoryTape::Op;
 
@@ -156,7 +164,7 @@ class Unit {
     for (int i = 0; i < 3; ++i) raw.push_back(linear(x, c_.hidden_size, width));
     if (s_.cut_sequence)  // joined for the halo
       tape_.add({.inputs = {}, .outputs = {}, .forward_work = 3 * row});
-    const int64_t partial = static_cast<int64_t>(conv_blocks(s_.cu).size()) * width * taps * acc_;
+    const int64_t partial = pieces(s_.cu, kConvRows) * width * taps * acc_;
     for (const Id in : raw) {
       qkv.push_back(tape_.add_saving(
           {in}, row, {.backward_work = partial, .gradients = gradient(width * taps, acc_)}));
@@ -164,7 +172,7 @@ class Unit {
     const auto gate = [&] { return linear(linear(x, c_.hidden_size, dim), dim, width); };
     const Id forget = gate(), beta = linear(x, c_.hidden_size, heads);
     const int64_t chunk = kda_mode(num_, c_.linear_lower_bound, false).chunk;
-    const auto chunks = static_cast<int64_t>(kda_chunks(s_.cu, std::max<int64_t>(chunk, 1)).size());
+    const int64_t chunks = pieces(s_.cu, std::max<int64_t>(chunk, 1));
     const int64_t state = heads * dim * dim * acc_;
     const int64_t segments = static_cast<int64_t>(s_.cu.size()) - 1;
     const Id o = tape_.add_saving({qkv[0], qkv[1], qkv[2], forget, beta},
