@@ -4,7 +4,6 @@
 #include <array>
 #include <cmath>
 #include <limits>
-#include <optional>
 
 #include "harness/launch/workload.hpp"
 #include "harness/runner/measure.hpp"
@@ -16,6 +15,7 @@ namespace {
 
 using model::Numerics;
 using model::Switch;
+using model::switch_info;
 
 /// 97.5% quantile of Student's t.
 double student_t(size_t degrees) {
@@ -27,11 +27,9 @@ double student_t(size_t degrees) {
                                   : 1.960 + 2.5 / static_cast<double>(degrees);
 }
 
-const model::SwitchInfo& info(Switch s) { return model::kSwitches[static_cast<size_t>(s)]; }
-
 /// `run` with these switches as `values` has them.
 RunSpec with_switches(RunSpec run, const std::vector<Switch>& switches, const Numerics& values) {
-  for (const Switch s : switches) run.numerics.emplace_back(info(s).id, values.value(s));
+  for (const Switch s : switches) run.numerics.emplace_back(switch_info(s).id, values.value(s));
   return run;
 }
 
@@ -164,7 +162,7 @@ Attribution attribute(const RunSpec& from,
         run.skip(2);
         continue;
       }
-      const std::string id(info(c.id).id);
+      const std::string id(switch_info(c.id).id);
       try {
         const RunOutput alone = run(with_switches(equal, {c.id}, theirs), seed, id + " alone");
         measure_into(c.alone, from, reference, to, alone);
@@ -208,7 +206,7 @@ Attribution attribute(const RunSpec& from,
 
 namespace {
 
-/// Values that a switch of `now` does not have.
+/// Values that some numerics do not have: of each switch all but one.
 int64_t num_other_values() {
   int64_t values = 0;
   for (const model::SwitchInfo& row : model::kSwitches)
@@ -225,8 +223,11 @@ Explanation search(
   while (result.end > 0 && static_cast<int64_t>(result.found.size()) < most) {
     run.expect(run.done() + num_other_values());
     const Numerics now = numerics_of(at);
-    std::vector<Candidate> tried;
-    Tensor nearest;
+    struct Try {
+      Candidate candidate;
+      Tensor logprobs;
+    };
+    std::vector<Try> tried;
     for (size_t s = 0; s < model::kNumSwitches; ++s) {
       const model::SwitchInfo& row = model::kSwitches[s];
       for (size_t v = 0; v < row.num_values(); ++v) {
@@ -242,27 +243,27 @@ Explanation search(
           continue;  // the engine does not have this value
         }
         if (same_bytes(output, here)) continue;
-        tried.push_back({static_cast<Switch>(s),
-                         std::string(row.values[v]),
-                         mean_distance(output, logprobs),
-                         {}});
-        const auto nearer = [](const auto& a, const auto& b) { return a.distance < b.distance; };
-        // The first of equal ones.
-        if (std::min_element(tried.begin(), tried.end(), nearer) == tried.end() - 1)
-          nearest = output;
+        tried.push_back({{static_cast<Switch>(s),
+                          std::string(row.values[v]),
+                          mean_distance(output, logprobs),
+                          {}},
+                         output});
       }
     }
-    std::stable_sort(tried.begin(), tried.end(), [](const auto& a, const auto& b) {
-      return a.distance < b.distance;
+    std::stable_sort(tried.begin(), tried.end(), [](const Try& a, const Try& b) {
+      return a.candidate.distance < b.candidate.distance;
     });
-    result.others = tried;
-    if (tried.empty() || tried.front().distance > 0.9 * result.end) break;
-    Candidate& best = tried.front();
-    for (auto tie = tried.begin() + 1; tie != tried.end() && tie->distance == best.distance; ++tie)
-      best.ties.push_back(fmt::format("{} = {}", info(tie->id).id, tie->value));
+    result.others.clear();
+    for (const Try& t : tried) result.others.push_back(t.candidate);
+    if (tried.empty() || tried.front().candidate.distance > 0.9 * result.end) break;
+    Candidate best = tried.front().candidate;
+    for (size_t i = 1; i < tried.size() && tried[i].candidate.distance == best.distance; ++i) {
+      const Candidate& tie = tried[i].candidate;
+      best.ties.push_back(fmt::format("{} = {}", switch_info(tie.id).id, tie.value));
+    }
     result.end = best.distance;
-    here = nearest;
-    at.numerics.emplace_back(info(best.id).id, best.value);
+    here = tried.front().logprobs;
+    at.numerics.emplace_back(switch_info(best.id).id, best.value);
     result.found.push_back(std::move(best));
   }
   return result;

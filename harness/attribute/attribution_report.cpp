@@ -6,17 +6,16 @@
 #include <cmath>
 #include <nlohmann/json.hpp>
 
-#include "harness/launch/workload.hpp"
 #include "harness/result/json_text.hpp"
+#include "harness/runner/runner.hpp"
 
 namespace lockstep::harness {
 namespace {
 
 using Json = nlohmann::ordered_json;
+using model::switch_info;
 
 constexpr size_t kDrawnSwitches = 6;
-
-const model::SwitchInfo& info(model::Switch s) { return model::kSwitches[static_cast<size_t>(s)]; }
 
 std::string number(double value) { return format_number(value); }
 
@@ -27,7 +26,7 @@ std::string spread_text(const Spread& spread) {
 }
 
 std::string change_text(const SwitchCost& c) {
-  return fmt::format("{} {}: {} -> {}", info(c.id).id, info(c.id).name, c.from, c.to);
+  return fmt::format("{} {}: {} -> {}", switch_info(c.id).id, switch_info(c.id).name, c.from, c.to);
 }
 
 /// The first module that the switch alone changes.
@@ -44,16 +43,11 @@ double share(const Attribution& all, double cost) {
   return explained == 0 ? 0 : cost / explained;
 }
 
-Json finite(double value) {
-  if (std::isfinite(value)) return value;
-  return std::isnan(value) ? "NaN" : value > 0 ? "Infinity" : "-Infinity";
-}
-
 Json json(const Spread& spread) {
   Json values = Json::array();
-  for (const double value : spread.values) values.push_back(finite(value));
-  return {{"mean", finite(spread.mean())},
-          {"half_width_95", finite(spread.half_width())},
+  for (const double value : spread.values) values.push_back(json_number<Json>(value));
+  return {{"mean", json_number<Json>(spread.mean())},
+          {"half_width_95", json_number<Json>(spread.half_width())},
           {"values", values}};
 }
 
@@ -62,11 +56,11 @@ Json json(const LogprobDistance& distance) {
 }
 
 Json json(const Candidate& c) {
-  return {{"id", info(c.id).id},
-          {"name", info(c.id).name},
+  return {{"id", switch_info(c.id).id},
+          {"name", switch_info(c.id).name},
           {"value", c.value},
           {"ties", c.ties},
-          {"mean_abs_logprob", finite(c.distance)}};
+          {"mean_abs_logprob", json_number<Json>(c.distance)}};
 }
 
 Detail detail(std::string name, std::string metric, const Spread& value, double floor) {
@@ -81,20 +75,7 @@ Detail detail(std::string name, std::string metric, const Spread& value, double 
 }
 
 RunRecord record(const RunSpec& run, const Attribution& all) {
-  RunRecord out;
-  out.name = run.name;
-  out.engine = run.engine;
-  out.policy = run.policy;
-  const model::Numerics base = model::Numerics::policy(run.policy), used = numerics_of(run);
-  for (const model::Switch s : used.differences(base)) {
-    out.numerics.push_back({std::string(info(s).id),
-                            std::string(info(s).name),
-                            std::string(used.value(s)),
-                            std::string(base.value(s))});
-  }
-  out.topology = model::to_string(run.topology);
-  out.ranks = run.topology.num_ranks();
-  out.device = run.device;
+  RunRecord out = begin_record(run);
   out.tokens = all.tokens;
   return out;
 }
@@ -185,8 +166,8 @@ std::string text_of(const Explanation& found) {
                                  found.start == 0 ? ", the same bits" : "");
   for (const Candidate& c : found.found) {
     text += fmt::format("  with {} {} = {}: {} nat{}\n",
-                        info(c.id).id,
-                        info(c.id).name,
+                        switch_info(c.id).id,
+                        switch_info(c.id).name,
                         c.value,
                         number(c.distance),
                         c.distance == 0 ? ", the same bits" : "");
@@ -196,8 +177,11 @@ std::string text_of(const Explanation& found) {
     text += fmt::format("  {} nat remain; nearest of the values tried last:\n", number(found.end));
     for (size_t i = 0; i < std::min<size_t>(5, found.others.size()); ++i) {
       const Candidate& c = found.others[i];
-      text += fmt::format(
-          "    {} {} = {}: {} nat\n", info(c.id).id, info(c.id).name, c.value, number(c.distance));
+      text += fmt::format("    {} {} = {}: {} nat\n",
+                          switch_info(c.id).id,
+                          switch_info(c.id).name,
+                          c.value,
+                          number(c.distance));
     }
   }
   return text + fmt::format("  {} runs\n", found.evaluated);
@@ -206,14 +190,18 @@ std::string text_of(const Explanation& found) {
 std::string json_of(const Attribution& all) {
   Json costs = Json::array();
   for (const SwitchCost& c : all.costs) {
-    Json row = {{"id", info(c.id).id}, {"name", info(c.id).name}, {"from", c.from}, {"to", c.to}};
+    Json row = {{"id", switch_info(c.id).id},
+                {"name", switch_info(c.id).name},
+                {"from", c.from},
+                {"to", c.to}};
     if (!c.refused.empty()) {
       row["refused"] = c.refused;
       costs.push_back(row);
       continue;
     }
     Json layers = Json::object();
-    for (size_t l = 0; l < c.layers.size(); ++l) layers[all.layer_names[l]] = finite(c.layers[l]);
+    for (size_t l = 0; l < c.layers.size(); ++l)
+      layers[all.layer_names[l]] = json_number<Json>(c.layers[l]);
     row["inert"] = c.inert;
     row["cost"] = json(c.cost);
     row["is_clear"] = c.cost.is_clear();
@@ -239,8 +227,8 @@ std::string json_of(const Explanation& found) {
   for (const Candidate& c : found.found) steps.push_back(json(c));
   for (const Candidate& c : found.others) others.push_back(json(c));
   return json_text(Json{{"policy", found.policy},
-                        {"start_mean_abs_logprob", finite(found.start)},
-                        {"end_mean_abs_logprob", finite(found.end)},
+                        {"start_mean_abs_logprob", json_number<Json>(found.start)},
+                        {"end_mean_abs_logprob", json_number<Json>(found.end)},
                         {"found", steps},
                         {"others", others},
                         {"runs", found.evaluated}});
@@ -273,8 +261,8 @@ ScenarioResult result_of(const Attribution& all, const std::string& name) {
     const auto x = static_cast<double>(alone.points.size() + 1);
     alone.points.push_back({x, c.alone.mismatch_kl.mean()});
     together.points.push_back({x, c.cumulative.mismatch_kl.mean()});
-    alone.x_names.emplace_back(info(c.id).id);
-    together.x_names.emplace_back(info(c.id).id);
+    alone.x_names.emplace_back(switch_info(c.id).id);
+    together.x_names.emplace_back(switch_info(c.id).id);
     if (result.series.size() == kDrawnSwitches || c.layers.empty()) continue;
     Series layers;
     layers.kind = ChartKind::kLayer;

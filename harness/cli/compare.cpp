@@ -18,12 +18,7 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-/// JSON has no literal for what is not finite.
-Json number(double value) {
-  if (std::isnan(value)) return "NaN";
-  if (std::isinf(value)) return value > 0 ? "Infinity" : "-Infinity";
-  return value;
-}
+Json number(double value) { return json_number<Json>(value); }
 
 /// A bound as it was typed: a whole word that is a number.
 double bound_of(const std::string& word, const std::string& option) {

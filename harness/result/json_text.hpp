@@ -1,6 +1,7 @@
 // JSON as text.
 #pragma once
 
+#include <cmath>
 #include <string>
 
 namespace lockstep::harness {
@@ -10,6 +11,14 @@ namespace lockstep::harness {
 template <typename Json>
 std::string json_text(const Json& json, int indent = 2) {
   return json.dump(indent, ' ', false, Json::error_handler_t::replace);
+}
+
+/// JSON has no literal for what is not finite; words tell the three apart.
+template <typename Json>
+Json json_number(double value) {
+  if (std::isnan(value)) return "NaN";
+  if (std::isinf(value)) return value > 0 ? "Infinity" : "-Infinity";
+  return value;
 }
 
 }  // namespace lockstep::harness

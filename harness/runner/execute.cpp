@@ -4,8 +4,8 @@
 #include <chrono>
 #include <cmath>
 #include <memory>
-#include <numeric>
 
+#include "harness/inference/byte_digest.hpp"
 #include "harness/inference/inference.hpp"
 #include "harness/sync/weight_sync.hpp"
 #include "harness/trainer/trainer.hpp"
@@ -15,26 +15,15 @@
 namespace lockstep::harness {
 namespace {
 
-/// FNV-1a over the bytes of tensors, for telling whether ranks agree.
-class Digest {
- public:
-  void add(const Tensor& tensor) {
-    const Tensor flat = tensor.detach().contiguous();
-    const auto* bytes = static_cast<const unsigned char*>(flat.const_data_ptr());
-    const auto size = static_cast<size_t>(flat.nbytes());
-    for (size_t i = 0; i < size; ++i) value_ = (value_ ^ bytes[i]) * 0x100000001B3ULL;
-  }
-  [[nodiscard]] int64_t value() const { return std::bit_cast<int64_t>(value_); }
-
- private:
-  uint64_t value_ = 0xCBF29CE484222325ULL;
-};
-
 void check_agreement(const TrainerResult& result, const parallel::Group& ranks) {
-  Digest digest;
-  digest.add(at::scalar_tensor(result.loss, at::kDouble));
-  for (const auto& [name, grad] : result.grads) digest.add(grad);
-  const std::vector<int64_t> all = ranks.all_gather(digest.value(), "agreement of ranks");
+  ByteDigest digest;
+  digest.add(&result.loss, sizeof result.loss);
+  for (const auto& [name, grad] : result.grads) {
+    const Tensor flat = grad.detach().contiguous();
+    digest.add(flat.const_data_ptr(), flat.nbytes());
+  }
+  const std::vector<int64_t> all =
+      ranks.all_gather(std::bit_cast<int64_t>(digest.value()), "agreement of ranks");
   for (size_t r = 1; r < all.size(); ++r) {
     LOCKSTEP_CHECK(all[r] == all[0],
                    kInternal,
@@ -145,12 +134,6 @@ parallel::Mesh mesh_on(const parallel::Group& world, const model::Topology& topo
                                                         : parallel::Mesh::create(world, topology);
 }
 
-std::vector<int64_t> first_ranks(const model::Topology& topology) {
-  std::vector<int64_t> ranks(static_cast<size_t>(topology.num_ranks()));
-  std::iota(ranks.begin(), ranks.end(), 0);
-  return ranks;
-}
-
 /// Trains, brings the weights into an engine that was made with the model's, and serves.
 RunOutput run_synchronised(const RunSpec& run,
                            const Workload& work,
@@ -170,8 +153,8 @@ RunOutput run_synchronised(const RunSpec& run,
                    numerics_of(run),
                    from.topology,
                    run.topology,
-                   first_ranks(from.topology),
-                   first_ranks(run.topology)});
+                   consecutive_ranks(0, from.topology.num_ranks()),
+                   consecutive_ranks(0, run.topology.num_ranks())});
   const SyncReport report =
       sync.run(2,
                trainer != nullptr ? sync.offer(trainer->shards()) : std::vector<OfferedTensor>{},

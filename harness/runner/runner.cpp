@@ -246,24 +246,12 @@ void ScenarioRun::record_run(const ScenarioPoint& point,
                              const RunSpec& run,
                              const Workload& work,
                              const RunOutput& output) {
-  RunRecord record;
+  RunRecord record = begin_record(run);
   record.name = suffixed(run.name, point.label());
-  record.engine = run.engine;
-  record.policy = run.policy;
-  const model::Numerics base = model::Numerics::policy(run.policy), used = numerics_of(run);
-  for (const model::Switch s : used.differences(base)) {
-    const model::SwitchInfo& info = model::kSwitches[static_cast<size_t>(s)];
-    record.numerics.push_back({std::string(info.id),
-                               std::string(info.name),
-                               std::string(used.value(s)),
-                               std::string(base.value(s))});
-  }
-  record.topology = model::to_string(run.topology);
   record.ranks = output.ranks;
-  record.device = run.device;
   record.checkpoint = work.checkpoint;
   for (const auto& [key, value] : work.provenance) record.provenance.push_back({key, value});
-  const std::string less = stored_in_less(*work.source, used);
+  const std::string less = stored_in_less(*work.source, numerics_of(run));
   if (!less.empty()) record.provenance.push_back({"note", less});
   record.seconds = output.seconds;
   record.tokens = output.tokens;
@@ -386,6 +374,25 @@ ScenarioResult ScenarioRun::run() {
 }
 
 }  // namespace
+
+RunRecord begin_record(const RunSpec& run) {
+  RunRecord record;
+  record.name = run.name;
+  record.engine = run.engine;
+  record.policy = run.policy;
+  const model::Numerics base = model::Numerics::policy(run.policy), used = numerics_of(run);
+  for (const model::Switch s : used.differences(base)) {
+    const model::SwitchInfo& info = model::switch_info(s);
+    record.numerics.push_back({std::string(info.id),
+                               std::string(info.name),
+                               std::string(used.value(s)),
+                               std::string(base.value(s))});
+  }
+  record.topology = model::to_string(run.topology);
+  record.ranks = run.topology.num_ranks();
+  record.device = run.device;
+  return record;
+}
 
 ScenarioResult run_scenario(const ScenarioSet& set, const RunnerOptions& options) {
   return ScenarioRun(set, options).run();

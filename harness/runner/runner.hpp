@@ -13,6 +13,9 @@
 
 namespace lockstep::harness {
 
+/// What is known of a run before it is made; `ranks` are those of its topology.
+RunRecord begin_record(const RunSpec& run);
+
 struct RunnerOptions {
   std::filesystem::path out;      ///< results go to out/runs/SCENARIO/...
   std::vector<std::string> sets;  ///< as given to load_scenario, for ranks started by mpirun

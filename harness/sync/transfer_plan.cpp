@@ -1,6 +1,7 @@
 #include "harness/sync/transfer_plan.hpp"
 
 #include <algorithm>
+#include <numeric>
 
 #include "harness/inference/weights.hpp"
 #include "model/layers/parameter_policy.hpp"
@@ -16,8 +17,6 @@ int64_t index_of(const std::vector<int64_t>& ranks, int64_t rank) {
   const auto found = std::find(ranks.begin(), ranks.end(), rank);
   return found == ranks.end() ? -1 : found - ranks.begin();
 }
-
-int64_t width(at::ScalarType dtype) { return static_cast<int64_t>(c10::elementSize(dtype)); }
 
 /// Elements that both have, in [begin, end) of the whole.
 std::vector<Copy> common(const std::vector<Run>& from,
@@ -62,6 +61,12 @@ std::vector<Run> runs_in(const parallel::Placement& placed,
 }
 
 }  // namespace
+
+std::vector<int64_t> consecutive_ranks(int64_t first, int64_t count) {
+  std::vector<int64_t> ranks(static_cast<size_t>(count));
+  std::iota(ranks.begin(), ranks.end(), first);
+  return ranks;
+}
 
 at::ScalarType wire_dtype(const model::Parameter& parameter, const model::Numerics& engine) {
   using model::Switch;
@@ -116,7 +121,7 @@ TransferPlan::TransferPlan(SyncSides sides, int64_t bucket_bytes) : sides_(std::
         Transfer transfer{p, from, to, sources[i].begin, sources[i].end, 0, 0};
         for (const Copy& copy : common(have[i], wanted, 0, parameters_[p].numel()))
           transfer.elements += copy.count;
-        transfer.bytes = transfer.elements * width(wire_[p]);
+        transfer.bytes = transfer.elements * wire_bytes(p);
         if (transfer.elements > 0) transfers_.push_back(transfer);
       }
     }
@@ -177,7 +182,7 @@ void TransferPlan::plan_buckets(int64_t bucket_bytes) {
     // A rank may send every element to all that want it.
     const bool split = target(p, 0).slice.dim >= 0;
     const int64_t cost =
-        width(wire_[p]) * (split ? 1 : static_cast<int64_t>(sides_.engine_ranks.size()));
+        wire_bytes(p) * (split ? 1 : static_cast<int64_t>(sides_.engine_ranks.size()));
     for (int64_t at = 0; at < parameters_[p].numel();) {
       if (left < cost || buckets_.empty()) {
         buckets_.emplace_back();
@@ -212,7 +217,7 @@ int64_t TransferPlan::part_bytes(int64_t rank) const {
   int64_t bytes = 0;
   if (!serves(rank)) return 0;
   for (size_t p = 0; p < parameters_.size(); ++p) {
-    int64_t count = width(wire_[p]);
+    int64_t count = wire_bytes(p);
     for (const int64_t size : target(p, engine_rank(rank)).shape()) count *= size;
     bytes += count;
   }

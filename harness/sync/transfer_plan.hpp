@@ -20,6 +20,9 @@ struct SyncSides {
   std::vector<int64_t> trainer_ranks, engine_ranks;   ///< of the group, by rank of the mesh
 };
 
+/// Ranks first, first + 1, ... of a group.
+std::vector<int64_t> consecutive_ranks(int64_t first, int64_t count);
+
 /// In which dtype a parameter travels to an engine of these numerics. Policies that are not bf16:
 /// the engine's. bf16: float32 for hyper-connections, A_log, dt_bias and the correction bias (D66)
 /// and for convolutions (D15), else bfloat16, the router's weight too, as trainers send it. In the
@@ -54,6 +57,10 @@ class TransferPlan {
   /// All but a tied head, in the order in which they move.
   [[nodiscard]] const std::vector<model::Parameter>& parameters() const { return parameters_; }
   [[nodiscard]] at::ScalarType wire(size_t parameter) const { return wire_[parameter]; }
+  /// Of one element.
+  [[nodiscard]] int64_t wire_bytes(size_t parameter) const {
+    return static_cast<int64_t>(c10::elementSize(wire_[parameter]));
+  }
   /// By parameter, then receiver, then sender. A receiver that is a trainer rank takes what it can
   /// from its own replica; others take parameter p from replica p mod dp.
   [[nodiscard]] const std::vector<Transfer>& transfers() const { return transfers_; }

@@ -13,8 +13,6 @@
 namespace lockstep::harness {
 namespace {
 
-int64_t width(at::ScalarType dtype) { return static_cast<int64_t>(c10::elementSize(dtype)); }
-
 std::string shape_text(const std::vector<int64_t>& shape) {
   return fmt::format("[{}]", fmt::join(shape, ", "));
 }
@@ -182,7 +180,7 @@ Tensor WeightSync::packed(const std::vector<Piece>& bucket,
     for (const Piece& piece : bucket) {
       copies.push_back(plan_.copies(piece, own, to));
       for (const Copy& copy : copies.back())
-        counts[static_cast<size_t>(to)] += copy.count * width(plan_.wire(piece.parameter));
+        counts[static_cast<size_t>(to)] += copy.count * plan_.wire_bytes(piece.parameter);
     }
   }
   int64_t total = 0;
@@ -203,8 +201,8 @@ Tensor WeightSync::packed(const std::vector<Piece>& bucket,
                                 .contiguous();
       const auto* from = static_cast<const char*>(values.const_data_ptr());
       for (const Copy& copy : list) {
-        const auto size = static_cast<size_t>(copy.count * width(wire));
-        std::memcpy(out, from + (copy.shard - begin) * width(wire), size);
+        const auto size = static_cast<size_t>(copy.count * plan_.wire_bytes(piece.parameter));
+        std::memcpy(out, from + (copy.shard - begin) * plan_.wire_bytes(piece.parameter), size);
         out += size;
       }
       report.peak_buffer_bytes =
@@ -242,7 +240,7 @@ void WeightSync::unpack(const std::vector<Piece>& bucket,
     const Tensor values = at::empty({elements}, at::TensorOptions(wire));
     auto* to = static_cast<char*>(values.mutable_data_ptr());
     for (const Arriving& next : arriving) {
-      const auto size = static_cast<size_t>(next.copy.count * width(wire));
+      const auto size = static_cast<size_t>(next.copy.count * plan_.wire_bytes(piece.parameter));
       std::memcpy(to, from[next.from], size);
       to += size;
       from[next.from] += size;
@@ -283,7 +281,7 @@ SyncReport WeightSync::run(int64_t version,
     for (size_t r = 0; r < receive.size(); ++r) {
       for (const Piece& piece : bucket) {
         for (const Copy& copy : plan_.copies(piece, static_cast<int64_t>(r), group_.rank()))
-          receive[r] += copy.count * width(plan_.wire(piece.parameter));
+          receive[r] += copy.count * plan_.wire_bytes(piece.parameter);
       }
       if (r != own) report.bytes_received += receive[r];
       if (r != own) report.bytes_sent += send[r];

@@ -18,9 +18,11 @@ namespace lockstep::model {
 /// Width of activations. Accumulation is float64 for kFloat64, float32 otherwise.
 enum class Width : uint8_t { kFloat64, kFloat32, kBFloat16 };
 
+constexpr const SwitchInfo& switch_info(Switch s) { return kSwitches[static_cast<size_t>(s)]; }
+
 namespace detail {
 consteval uint8_t find_value(Switch s, std::string_view name) {
-  const SwitchInfo& info = kSwitches[static_cast<size_t>(s)];
+  const SwitchInfo& info = switch_info(s);
   for (size_t i = 0; i < info.num_values(); ++i) {
     if (info.values[i] == name) return static_cast<uint8_t>(i);
   }

@@ -35,6 +35,11 @@ Rooms operator+(Rooms a, const Rooms& b) {
   return a;
 }
 
+const Rooms kLaunch =
+    kModel + kParallel +
+    Rooms{"golden/store", "golden/compare", "harness/engine", "harness/trainer", "harness/result"};
+const Rooms kRuns = kLaunch + Rooms{"harness/inference", "harness/launch"};
+
 /// Room -> rooms it may include besides itself.
 const std::map<std::string, Rooms>& law() {
   static const std::map<std::string, Rooms> table = {
@@ -63,46 +68,11 @@ const std::map<std::string, Rooms>& law() {
       {"harness/sync",
        kModel + kParallel + Rooms{"harness/engine", "harness/trainer", "harness/inference"}},
       {"harness/result", {"model/base", "model/config", "golden/store", "golden/compare"}},
-      {"harness/launch",
-       kModel + kParallel +
-           Rooms{"golden/store",
-                 "golden/compare",
-                 "harness/engine",
-                 "harness/trainer",
-                 "harness/result"}},
-      {"harness/runner",
-       kModel + kParallel +
-           Rooms{"golden/store",
-                 "golden/compare",
-                 "harness/engine",
-                 "harness/trainer",
-                 "harness/inference",
-                 "harness/sync",
-                 "harness/result",
-                 "harness/launch"}},
-      {"harness/attribute",
-       kModel + kParallel +
-           Rooms{"golden/store",
-                 "golden/compare",
-                 "harness/engine",
-                 "harness/trainer",
-                 "harness/inference",
-                 "harness/result",
-                 "harness/launch",
-                 "harness/runner"}},
+      {"harness/launch", kLaunch},
+      {"harness/runner", kRuns + Rooms{"harness/sync"}},
+      {"harness/attribute", kRuns + Rooms{"harness/runner"}},
       {"harness/cli",
-       kModel + kParallel +
-           Rooms{"golden/store",
-                 "golden/compare",
-                 "harness/engine",
-                 "harness/trainer",
-                 "harness/inference",
-                 "harness/sync",
-                 "harness/result",
-                 "harness/launch",
-                 "harness/runner",
-                 "harness/attribute",
-                 "reports/writer"}},
+       kRuns + Rooms{"harness/sync", "harness/runner", "harness/attribute", "reports/writer"}},
       {"reports/writer", {"model/base", "harness/result"}},
   };
   return table;

@@ -5,20 +5,18 @@
 // live to tell write told.RANK: exit code, message.
 #include "tests/fault/killed_save.hpp"
 
-#include <fmt/format.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <csignal>
-#include <cstdio>
 #include <cstdlib>
-#include <fstream>
 #include <string>
 #include <string_view>
 
 #include "harness/trainer/trainer.hpp"
 #include "model/checkpoint/safetensors.hpp"
 #include "parallel/comm/group.hpp"
+#include "tests/fault/leave.hpp"
 
 namespace {
 
@@ -89,10 +87,7 @@ int run(std::string_view point, const std::string& folder) {
     code = exit_code(error.kind());
     message = error.what();
   }
-  std::ofstream(fmt::format("{}/told.{}", folder, world.rank())) << code << '\n' << message << '\n';
-  parallel::Session::mark_left();
-  std::fflush(nullptr);
-  std::_Exit(code);
+  tell_and_leave(folder, world.rank(), code, {message});
 }
 
 }  // namespace

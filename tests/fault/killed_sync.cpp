@@ -2,15 +2,13 @@
 // -n N killed_sync FOLDER. Ranks that live to tell write told.RANK: exit code of the sync, its
 // message, and what the engine then says.
 #include <csignal>
-#include <cstdio>
-#include <fstream>
-#include <numeric>
 #include <string>
 
 #include "harness/inference/inference.hpp"
 #include "harness/sync/weight_sync.hpp"
 #include "harness/trainer/trainer.hpp"
 #include "tests/fault/kinds.hpp"
+#include "tests/fault/leave.hpp"
 #include "tests/support/tiny_model.hpp"
 
 namespace lockstep::tests {
@@ -29,8 +27,7 @@ int run(const std::string& folder) {
   harness::InferenceOptions serving;
   serving.numerics = num;
   harness::Inference engine(tiny(), serving, to);
-  std::vector<int64_t> ranks(static_cast<size_t>(n));
-  std::iota(ranks.begin(), ranks.end(), 0);
+  const std::vector<int64_t> ranks = harness::consecutive_ranks(0, n);
   harness::WeightSync sync(
       world,
       {tiny()->config(), num, num, from.topology(), to.topology(), ranks, ranks},
@@ -52,12 +49,7 @@ int run(const std::string& folder) {
   } catch (const Error& error) {
     served = error.what();
   }
-  std::ofstream(fmt::format("{}/told.{}", folder, world.rank())) << code << '\n'
-                                                                 << message << '\n'
-                                                                 << served << '\n';
-  parallel::Session::mark_left();
-  std::fflush(nullptr);
-  std::_Exit(code);
+  tell_and_leave(folder, world.rank(), code, {message, served});
 }
 
 }  // namespace

@@ -4,8 +4,6 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <numeric>
-
 #include "harness/inference/inference.hpp"
 #include "harness/trainer/trainer.hpp"
 #include "parallel/comm/ledger.hpp"
@@ -16,18 +14,13 @@
 namespace lockstep::tests {
 namespace {
 
+using harness::consecutive_ranks;
 using harness::OfferedTensor;
 using harness::SyncReport;
 using harness::SyncSides;
 using harness::WeightSync;
 using model::Topology;
 using testing::HasSubstr;
-
-std::vector<int64_t> ranks(int64_t first, int64_t count) {
-  std::vector<int64_t> list(static_cast<size_t>(count));
-  std::iota(list.begin(), list.end(), first);
-  return list;
-}
 
 std::shared_ptr<const model::WeightSource> other() {
   static const std::shared_ptr<const model::WeightSource> source =
@@ -74,8 +67,8 @@ struct Job {
                   engine_numerics,
                   from,
                   {.tp = tp},
-                  ranks(0, from.num_ranks()),
-                  ranks(first, tp)},
+                  consecutive_ranks(0, from.num_ranks()),
+                  consecutive_ranks(first, tp)},
         harness::SyncOptions{.bucket_bytes = bucket_bytes, .progress = {}});
   }
 

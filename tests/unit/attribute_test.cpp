@@ -42,8 +42,7 @@ struct Formula {
     double shift = 0;
     for (const model::Switch s : num.differences(base)) {
       for (const auto& [id, add] : adds) {
-        if (model::kSwitches[static_cast<size_t>(s)].id == id)
-          shift += add * (1 + 0.1 * static_cast<double>(seed));
+        if (model::switch_info(s).id == id) shift += add * (1 + 0.1 * static_cast<double>(seed));
       }
     }
     RunOutput out;

@@ -31,20 +31,9 @@ grads = true
 )");
   }
 
-  /// A launcher that puts a shell in front of each rank. That of rank 1 waits until process `pid`
-  /// has computed for three seconds, so that all ranks have long met, and does `act`. exec keeps
-  /// the process id, which is $$.
-  [[nodiscard]] std::string launcher(const std::string& pid, const std::string& act) const {
-    write("rank",
-          "[ \"$OMPI_COMM_WORLD_RANK\" = 1 ] && (\n"
-          "  while :; do\n"
-          "    sleep 0.2; p=" +
-              pid +
-              "\n"
-              "    [ \"$(cut -d' ' -f14 /proc/$p/stat 2>/dev/null || echo 0)\" -gt 300 ] && break\n"
-              "  done\n"
-              "  touch " +
-              path("struck") + "; " + act + ") &\nexec \"$@\"\n");
+  /// A launcher that puts a shell with this script in front of each rank; exec "$@" is the rank.
+  [[nodiscard]] std::string shell_launcher(const std::string& script) const {
+    write("rank", script);
     write("launcher",
           "#!/bin/bash\n"
           "options=()\n"
@@ -54,6 +43,22 @@ grads = true
               path("rank") + " \"$@\"\n");
     fs::permissions(path("launcher"), fs::perms::owner_all);
     return path("launcher");
+  }
+
+  /// A launcher that puts a shell in front of each rank. That of rank 1 waits until process `pid`
+  /// has computed for three seconds, so that all ranks have long met, and does `act`. exec keeps
+  /// the process id, which is $$.
+  [[nodiscard]] std::string launcher(const std::string& pid, const std::string& act) const {
+    return shell_launcher(
+        "[ \"$OMPI_COMM_WORLD_RANK\" = 1 ] && (\n"
+        "  while :; do\n"
+        "    sleep 0.2; p=" +
+        pid +
+        "\n"
+        "    [ \"$(cut -d' ' -f14 /proc/$p/stat 2>/dev/null || echo 0)\" -gt 300 ] && break\n"
+        "  done\n"
+        "  touch " +
+        path("struck") + "; " + act + ") &\nexec \"$@\"\n");
   }
   [[nodiscard]] double seconds_since_struck() const {
     return std::chrono::duration<double>(fs::file_time_type::clock::now() -
@@ -145,15 +150,8 @@ TEST_F(Ranks, AStoppedRankIsNamedWithTheCallWhenTheDeadlinePasses) {
 }
 
 TEST_F(Ranks, ARankThatStopsBeforeMpiStartsEndsTheOthersToo) {
-  write("rank", "[ \"$OMPI_COMM_WORLD_RANK\" = 1 ] && kill -STOP $$\nexec \"$@\"\n");
-  write("launcher",
-        "#!/bin/bash\noptions=()\n"
-        "while [[ $# -gt 0 && $1 != */lockstep ]]; do options+=(\"$1\"); shift; done\n"
-        "[[ $# -eq 0 ]] && exec mpirun \"${options[@]}\"\n"
-        "exec mpirun \"${options[@]}\" sh " +
-            path("rank") + " \"$@\"\n");
-  fs::permissions(path("launcher"), fs::perms::owner_all);
-  const Outcome outcome = run_with(path("launcher"), "3000");
+  const Outcome outcome = run_with(
+      shell_launcher("[ \"$OMPI_COMM_WORLD_RANK\" = 1 ] && kill -STOP $$\nexec \"$@\"\n"), "3000");
   EXPECT_EQ(outcome.exit_code, 3) << outcome.errors << outcome.output;
   EXPECT_THAT(outcome.errors, HasSubstr("did not meet within the deadline"));
 }
@@ -168,18 +166,11 @@ documents = [40]
 topology = { cp = 2 }
 )");
   // Longer than the deadline; again and again, since the rank may not wait yet.
-  write("rank",
-        "[ \"$OMPI_COMM_WORLD_RANK\" = 1 ] && (\n"
-        "  sleep 4; while kill -CONT $$ 2>/dev/null; do sleep 0.5; done) &\nexec \"$@\"\n");
-  write("launcher",
-        "#!/bin/bash\noptions=()\n"
-        "while [[ $# -gt 0 && $1 != */lockstep ]]; do options+=(\"$1\"); shift; done\n"
-        "[[ $# -eq 0 ]] && exec mpirun \"${options[@]}\"\n"
-        "exec mpirun \"${options[@]}\" sh " +
-            path("rank") + " \"$@\"\n");
-  fs::permissions(path("launcher"), fs::perms::owner_all);
+  const std::string start_ranks = shell_launcher(
+      "[ \"$OMPI_COMM_WORLD_RANK\" = 1 ] && (\n"
+      "  sleep 4; while kill -CONT $$ 2>/dev/null; do sleep 0.5; done) &\nexec \"$@\"\n");
   const auto start = std::chrono::steady_clock::now();
-  const Outcome outcome = run_with(path("launcher"), "2000", {"--hang-rank", "1"});
+  const Outcome outcome = run_with(start_ranks, "2000", {"--hang-rank", "1"});
   EXPECT_EQ(outcome.exit_code, 0) << outcome.errors << outcome.output;
   EXPECT_THAT(outcome.errors, HasSubstr("world_rank 1 on "));
   EXPECT_THAT(outcome.errors, HasSubstr("waits for a debugger: `gdb -p "));
@@ -292,27 +283,20 @@ TEST_F(Ranks, ARunThatIsToldToEndLeavesNeitherRanksNorAResult) {
     fs::remove_all(path("result"));
     // Both ranks note their process. What stands beside rank 1 strikes the program that waits for
     // the launcher.
-    write("rank",
-          "echo $$ >> " + path("ranks") +
-              "\n[ \"$OMPI_COMM_WORLD_RANK\" = 1 ] && (\n"
-              "  while [ \"$(cut -d' ' -f14 /proc/$$/stat 2>/dev/null || echo 0)\" -le 100 ]; do "
-              "sleep 0.2; done\n"
-              "  touch " +
-              path("struck") + "; kill -" + name + " $(cat " + path("top") + ")) &\nexec \"$@\"\n");
-    write("launcher",
-          "#!/bin/bash\noptions=()\n"
-          "while [[ $# -gt 0 && $1 != */lockstep ]]; do options+=(\"$1\"); shift; done\n"
-          "[[ $# -eq 0 ]] && exec mpirun \"${options[@]}\"\n"
-          "exec mpirun \"${options[@]}\" sh " +
-              path("rank") + " \"$@\"\n");
-    fs::permissions(path("launcher"), fs::perms::owner_all);
+    const std::string start_ranks = shell_launcher(
+        "echo $$ >> " + path("ranks") +
+        "\n[ \"$OMPI_COMM_WORLD_RANK\" = 1 ] && (\n"
+        "  while [ \"$(cut -d' ' -f14 /proc/$$/stat 2>/dev/null || echo 0)\" -le 100 ]; do "
+        "sleep 0.2; done\n"
+        "  touch " +
+        path("struck") + "; kill -" + name + " $(cat " + path("top") + ")) &\nexec \"$@\"\n");
     fs::remove(path("ranks"));
     // A shell stands for whoever waits for the program, and looks at once. What shells start behind
     // their back ignores SIGINT.
     const Outcome outcome = run_command(
         {"sh",
          "-c",
-         "env --default-signal=INT LOCKSTEP_MPIRUN=" + path("launcher") + " sh -c 'echo $$ > " +
+         "env --default-signal=INT LOCKSTEP_MPIRUN=" + start_ranks + " sh -c 'echo $$ > " +
              path("top") + "; exec " + LOCKSTEP_BINARY_DIR + "/lockstep run " + path("long.toml") +
              " --out " + path("result") + "' & wait $!; code=$?; for p in $(cat " + path("ranks") +
              "); do grep -s State /proc/$p/status | grep -v Z && echo left $p; done; exit $code"});

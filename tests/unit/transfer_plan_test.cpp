@@ -4,8 +4,6 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <numeric>
-
 #include "harness/inference/weights.hpp"
 #include "model/config/config_json.hpp"
 #include "parallel/mesh/layout.hpp"
@@ -14,17 +12,12 @@
 namespace lockstep::tests {
 namespace {
 
+using harness::consecutive_ranks;
 using harness::Copy;
 using harness::Piece;
 using harness::SyncSides;
 using harness::TransferPlan;
 using model::Topology;
-
-std::vector<int64_t> ranks(int64_t first, int64_t count) {
-  std::vector<int64_t> list(static_cast<size_t>(count));
-  std::iota(list.begin(), list.end(), first);
-  return list;
-}
 
 SyncSides sides(const Topology& from, int64_t tp, int64_t first, std::string_view policy) {
   return {tiny()->config(),
@@ -32,8 +25,8 @@ SyncSides sides(const Topology& from, int64_t tp, int64_t first, std::string_vie
           model::Numerics::policy(policy),
           from,
           {.tp = tp},
-          ranks(0, from.num_ranks()),
-          ranks(first, tp)};
+          consecutive_ranks(0, from.num_ranks()),
+          consecutive_ranks(first, tp)};
 }
 
 TEST(TransferPlan, EveryElementOfEveryPartArrivesOnceInOrderFromAShardThatHasIt) {
