@@ -105,12 +105,17 @@ def hidden_activation(name: str, width: int, D: int, n: int) -> int:
 
 
 def spread_of(case: dict, weights: dict, docs: list, want: dict, precision: str, replay: dict | None = None, runs: int = SPREAD_RUNS) -> dict:
-    """Error of `runs` equally valid runs: the model as it is and with its hidden channels in other orders."""
+    """Error of `runs` equally valid runs: the model as it is, and with its hidden channels in other orders and its loss on other scales.
+
+    A scale that is no power of two makes every rounding of backward another one. Another order alone hardly changes any in bfloat16.
+    """
     D, n, errors = case["config"]["hidden_size"], case["config"]["hc_mult"], {}
     for r in range(runs):
         order = torch.arange(D) if r == 0 else torch.from_numpy(np.argsort(seeded.uniform(r, "hidden-order", D), kind="stable"))
         back = torch.argsort(order)
-        run = Reference(case, W.permute_hidden(case["specs"], weights, order), precision).forward(docs, grads=True, replay=replay)
+        scale = 2.0 ** (r * 0.618 % 1.0)  # even over the mantissas, for any number of runs
+        reference = Reference(case, W.permute_hidden(case["specs"], weights, order), precision)
+        run = reference.forward(docs, grads=True, replay=replay, loss_scale=scale)
         run["grads"] = W.permute_hidden(case["specs"], run["grads"], back)
         for k, v in flatten(run).items():
             copies = hidden_activation(k, v.shape[-1] if v.dim() else 0, D, n) if k.startswith("activations/") else 0

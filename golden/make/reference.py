@@ -162,8 +162,10 @@ class Reference:
             elif kind in ("RMSNorm", "RMSNormGated", "ForgetGate", "LinearAttention", "Attention", "MLP", "MoE", "Experts", "DecoderLayer"):
                 m.register_forward_hook(plain(name))
 
-    def forward(self, documents: list, grads: bool, replay: dict | None = None):
-        """documents: list of id tensors; replay: expert ids [T, k] by gate name, taken instead of choosing. Returns dict with logits, logprobs, loss, activations and, asked for, gradients under file names."""
+    def forward(self, documents: list, grads: bool, replay: dict | None = None, loss_scale: float = 1.0):
+        """documents: list of id tensors; replay: expert ids [T, k] by gate name, taken instead of choosing; loss_scale: multiplies the loss
+        before backward and divides the gradients after it. Returns dict with logits, logprobs, loss, activations and, asked for, gradients
+        under file names."""
         self.kept, self.scores, self.offset = {}, {}, 0
         params = {"model." + k: p for k, p in self.body.named_parameters()} | {"lm_head.weight": self.head.weight}
         for name, ids in (replay or {}).items():
@@ -177,7 +179,7 @@ class Reference:
                 wide = z if self.precision == "f64" else z.float()
                 lp = torch.log_softmax(wide, -1)[:-1].gather(1, ids[1:, None])[:, 0]
                 if grads and len(ids) > 1:
-                    (-lp.sum() / targets).backward()
+                    (-lp.sum() / targets * loss_scale).backward()
             total -= lp.double().sum().item()
             logits.append(z.detach())
             logprobs.append(torch.cat([lp.detach(), lp.new_full((1,), math.nan)]))
@@ -185,7 +187,8 @@ class Reference:
             if grads:  # each document's gradient in the model's dtype; the sum over documents adds no rounding
                 for k, p in params.items():
                     if p.grad is not None:
-                        sums[k] = sums[k] + p.grad.double() if k in sums else p.grad.double()
+                        grad = p.grad.double() / loss_scale
+                        sums[k] = sums[k] + grad if k in sums else grad
                         p.grad = None
         out = dict(logits=torch.cat(logits), logprobs=torch.cat(logprobs), loss=total / max(targets, 1),
                    activations={k: torch.cat(v) for k, v in self.kept.items()})

@@ -1,7 +1,7 @@
 """How far may one more valid run exceed the worst of five? usage: spread_study.py [--case NAME[,NAME]] [--runs 25] [--draws 4000]
 
 A stored case keeps the errors of five runs of the reference, and a limit is a factor times their worst. This measures what that worst is
-worth: it makes many more runs (other orders of the hidden channels), draws six of them again and again, and divides the error of the sixth
+worth: it makes many more runs (other channel orders and loss scales), draws six of them again and again, and divides the error of the sixth
 by the worst of the other five. Tensors are grouped by their number of elements. Columns: tensors seen; the median of
 2 mean(e^2)^2 / var(e^2), the degrees of freedom a tensor's error has; quantiles of the ratio over draws of all tensors of the group, and the
 ratio that a Gaussian error of as many free elements would have at the last quantile. A last table judges all tensors of a sixth run by the
