@@ -53,56 +53,6 @@ struct Swiglu {
   }
 };
 
-/// A math warpgroup: 64 rows of a tile, all columns. Sums d[4 j ...] of a thread: columns 8 j + 2
-/// (lane % 4) + {0, 1} of row lane / 4 of its warp's 16, then of the row 8 further.
-struct Group {
-  uint32_t shared;
-  int index, thread, lane;
-
-  LOCKSTEP_DEVICE Group(uint32_t shared_at, int group, int in_group)
-      : shared(shared_at), index(group), thread(in_group), lane(in_group & 31) {}
-  LOCKSTEP_DEVICE void sync() const { named_barrier(1 + index, 128); }
-  /// Where this lane points for columns 16 p .. 16 p + 15 of its warp's rows in a slab.
-  LOCKSTEP_DEVICE uint32_t at(uint32_t slab, int p) const {
-    const int row = (thread >> 5) * 16 + (lane & 15), chunk = 2 * p + (lane >> 4);
-    return slab + row * 128 + ((chunk ^ (row & 7)) << 4);
-  }
-  LOCKSTEP_DEVICE uint32_t full(int stage) const { return shared + kFullAt + stage * 8; }
-  LOCKSTEP_DEVICE uint32_t empty(int stage) const { return shared + kEmptyAt + stage * 8; }
-  /// Every warp: it has read the stage.
-  LOCKSTEP_DEVICE void release(int stage) const {
-    if (lane < 2) barrier_arrive_at(empty(stage), lane, 1);
-  }
-  /// One thread for the four warps.
-  LOCKSTEP_DEVICE void release_for_all(int stage) const {
-    barrier_arrive_at(empty(stage), 0, 4);
-    barrier_arrive_at(empty(stage), 1, 4);
-  }
-  /// `fill(p, words)` gives packed columns 16 p .. 16 p + 15; the slab goes to (x, y, z) of `map`
-  /// through staging slab `buffer`, which the store before the last one used.
-  template <class Fill>
-  LOCKSTEP_DEVICE void store(
-      int buffer, const CUtensorMap* map, int x, int y, int z, const Fill& fill) const {
-    const uint32_t slab = shared + kStagingAt + (2 * index + buffer) * kSlabBytes;
-    if (thread == 0) bulk_wait_read_but<1>();
-    __syncwarp();
-    sync();
-#pragma unroll
-    for (int p = 0; p < 4; ++p) {
-      uint32_t w[4];
-      fill(p, w);
-      store_matrix4(at(slab, p), w[0], w[1], w[2], w[3]);
-    }
-    fence_async_shared();
-    sync();
-    if (thread == 0) {
-      tensor_store(map, x, y, z, slab);
-      bulk_commit();
-    }
-    __syncwarp();
-  }
-};
-
 template <Product kProduct>
 LOCKSTEP_DEVICE void finish_plain(
     const ProductParams& p, const Group& g, const float (&d)[128], int expert, const Tile& t) {

@@ -209,7 +209,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
   if (thread < 128) {
     fewer_registers<40>();
     if (thread == 0) copy_tiles<kProduct>(p, first, shared, rank);
-    if (thread == 32 && rank == 0) Turns::hand_out(p, first, shared);
+    if (thread == 32 && rank == 0) Turns::hand_out(first[p.experts], p.next, shared);
     __syncwarp();
   } else {
     more_registers<232>();

@@ -2,11 +2,11 @@
 
 // What the grouped products share: kinds, parameters, tiles and who computes which.
 
-#include "model/ops/hopper_tensor.cuh"
+#include "model/ops/gemm_tiles.cuh"
 
 namespace lockstep::model::moe {
 
-using namespace hopper;
+using namespace gemm;
 
 enum class Product {
   kGateUp,   // products and h = x gate_up^T
@@ -16,24 +16,8 @@ enum class Product {
   kWeights,  // dgate_up = dproducts^T x, ddown = dout^T h
 };
 
-constexpr int kTileRows = 128, kTileColumns = 256, kTileDepth = 64;
 constexpr int kMaxExperts = 512;
-constexpr int kThreads = 384;  // a warpgroup that copies, two that multiply
-
-/// Everything moves in slabs: 64 rows of 128 bytes, 128-byte swizzle. Contraction-major operands
-/// have the contraction index along the 128 bytes, outer-major ones along the rows.
-constexpr int kSlabBytes = 64 * 128;
-constexpr int kSlabsA = kTileRows / 64, kSlabsB = kTileColumns / 64;
-constexpr int kStageBytes = (kSlabsA + kSlabsB) * kSlabBytes;
-constexpr int kStages = 4;
-/// Two slabs for each of the two math warpgroups, on the way to device memory.
-constexpr int kStagingAt = kStages * kStageBytes;
-constexpr int kFullAt = kStagingAt + 4 * kSlabBytes;
-constexpr int kEmptyAt = kFullAt + kStages * 8;
-constexpr int kTurns = 2;  // tiles handed out ahead
-constexpr int kTurnFullAt = kEmptyAt + kStages * 8, kTurnEmptyAt = kTurnFullAt + kTurns * 8;
-constexpr int kTurnAt = kTurnEmptyAt + kTurns * 8;
-constexpr int kFirstAt = kTurnAt + kTurns * 4;
+constexpr int kFirstAt = kTilesEnd;
 constexpr int kSharedBytes = kFirstAt + (kMaxExperts + 1) * 4;
 
 struct ProductParams {
@@ -131,71 +115,6 @@ class Walk {
   const ProductParams& p_;
   const int* first_;
   int rank_, index_ = 0, expert_ = -1, rows_ = 0;
-};
-
-/// Tiles are handed out in order, so that those at work at one time are neighbours and share
-/// operands in L2. Block 0 of a cluster draws the next index and sends it to both blocks; each
-/// reader (the copying thread and the math warps) says when it has read a turn.
-struct Turns {
-  int slot = 0;
-  uint32_t parity = 0;
-
-  LOCKSTEP_DEVICE static uint32_t full(uint32_t shared, int s) {
-    return shared + kTurnFullAt + s * 8;
-  }
-  LOCKSTEP_DEVICE static uint32_t empty(uint32_t shared, int s) {
-    return shared + kTurnEmptyAt + s * 8;
-  }
-  LOCKSTEP_DEVICE static uint32_t at(uint32_t shared, int s) { return shared + kTurnAt + s * 4; }
-  LOCKSTEP_DEVICE static void init(uint32_t shared) {
-    for (int s = 0; s < kTurns; ++s) {
-      barrier_init(full(shared, s), 1);
-      barrier_init(empty(shared, s), 2 * (8 + 1));
-      barrier_expect_bytes(full(shared, s), 4);
-    }
-  }
-  LOCKSTEP_DEVICE void next() {
-    if (++slot == kTurns) slot = 0, parity ^= 1;
-  }
-  /// Block 0, one thread.
-  LOCKSTEP_DEVICE static void hand_out(const ProductParams& p, const int* first, uint32_t shared) {
-    const int count = first[p.experts];
-    for (Turns t;; t.next()) {
-      barrier_wait(empty(shared, t.slot), t.parity ^ 1);
-      const int index = atomicAdd(p.next, 1);
-      for (int rank = 0; rank < 2; ++rank)
-        store_shared_at(at(shared, t.slot), index, full(shared, t.slot), rank);
-      if (index >= count) return;
-    }
-  }
-  /// The copying thread.
-  LOCKSTEP_DEVICE int take(uint32_t shared) {
-    barrier_wait(full(shared, slot), parity);
-    const int index = static_cast<int>(load_shared4(at(shared, slot)));
-    barrier_expect_bytes(full(shared, slot), 4);  // of the turn after the next
-    barrier_arrive_at(empty(shared, slot), 0, 1);
-    next();
-    return index;
-  }
-  /// A math warp.
-  LOCKSTEP_DEVICE int take_warp(uint32_t shared, int lane) {
-    barrier_wait(full(shared, slot), parity);
-    const int index = static_cast<int>(load_shared4(at(shared, slot)));
-    __syncwarp();
-    if (lane == 0) barrier_arrive_at(empty(shared, slot), 0, 1);
-    __syncwarp();
-    next();
-    return index;
-  }
-};
-
-/// Position in the ring of stages.
-struct Ring {
-  int stage = 0;
-  uint32_t parity = 0;
-  LOCKSTEP_DEVICE void next() {
-    if (++stage == kStages) stage = 0, parity ^= 1;
-  }
 };
 
 template <Product kProduct>
