@@ -20,6 +20,34 @@ struct MoeCudaResult {
 // never waits for the device, and gives the same bytes in every run; counts of rows stay on the
 // device. Cost: docs/performance.md.
 
+// ---- router
+// ---------------------------------------------------------------------------------------
+
+struct MoeRouterArgs {
+  int64_t tokens = 0;       ///< T
+  int64_t experts = 0;      ///< E, 1..512
+  int64_t slots = 0;        ///< k, 1..32, at most the experts of the kept groups
+  int64_t groups = 1;       ///< 1..32 groups of E / groups neighbours (at least 2 if limited)
+  int64_t groups_kept = 1;  ///< by the sum of a group's two largest choices
+  bool normalise = true;    ///< D50 and its epsilon
+  float epsilon = 1e-20f;
+  float scaling = 1;
+  bool softmax = false;           ///< scores softmax(logits) instead of sigmoid(logits)
+  bool round_scores = false;      ///< D47: scores rounded to bf16
+  bool replay = false;            ///< `chosen` is read instead of written
+  const float* logits = nullptr;  ///< fp32 [T,E]
+  const float* bias = nullptr;    ///< fp32 [E], only for choosing
+  int64_t* chosen = nullptr;      ///< [T,k] by descending score + bias, ties to the lower expert
+};
+/// weights [T,k] = scaling * score / (sum of the token's scores, in their order, + epsilon). NaN
+/// counts as smallest. A replayed id outside [0, E) counts as the nearest inside.
+MoeCudaResult moe_route(const MoeRouterArgs& args, float* weights, CUstream_st* stream);
+/// dlogits [T,E] from dweights [T,k] and `chosen`; rounding of scores counts as the identity.
+MoeCudaResult moe_route_backward(const MoeRouterArgs& args,
+                                 const float* dweights,
+                                 float* dlogits,
+                                 CUstream_st* stream);
+
 // ---- order, rows, combination -------------------------------------------------------------------
 
 /// T tokens with k experts each, sorted by (expert, token): S = T k rows.
