@@ -1,7 +1,7 @@
 #pragma once
 
 // Choice of experts and its gradient: a warp for each token, its scores in shared memory, expert
-// 32 i + lane in register i. All sums have one order that depends on E and k alone.
+// 32 i + lane in register i of kEach. All sums have one order that depends on E and k alone.
 
 #include "model/ops/hopper.cuh"
 
@@ -9,7 +9,7 @@ namespace lockstep::model::moe {
 
 using namespace hopper;
 
-constexpr int kRouterWarps = 8, kRouterExperts = 512, kRouterEach = kRouterExperts / 32;
+constexpr int kRouterWarps = 8, kRouterExperts = 512;
 
 struct RouterParams {
   int64_t tokens;
@@ -29,34 +29,35 @@ LOCKSTEP_DEVICE float warp_sum(float x) {
   return x;
 }
 
-/// Scores before rounding to `score`, register i of expert 32 i + lane.
+/// Scores before rounding.
+template <int kEach>
 LOCKSTEP_DEVICE void router_scores(const RouterParams& p,
                                    const float* logits,
                                    int lane,
-                                   float (&score)[kRouterEach]) {
+                                   float (&score)[kEach]) {
   float top = -INFINITY;
 #pragma unroll
-  for (int i = 0; i < kRouterEach; ++i) {
+  for (int i = 0; i < kEach; ++i) {
     const int e = 32 * i + lane;
     score[i] = e < p.experts ? __ldg(logits + e) : -INFINITY;
     top = fmaxf(top, score[i]);
   }
   if (!p.softmax) {
 #pragma unroll
-    for (int i = 0; i < kRouterEach; ++i) score[i] = __fdiv_rn(1.0f, 1.0f + expf(-score[i]));
+    for (int i = 0; i < kEach; ++i) score[i] = __fdiv_rn(1.0f, 1.0f + expf(-score[i]));
     return;
   }
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
   float sum = 0.0f;
 #pragma unroll
-  for (int i = 0; i < kRouterEach; ++i) {
+  for (int i = 0; i < kEach; ++i) {
     score[i] = 32 * i + lane < p.experts ? expf(score[i] - top) : 0.0f;
     sum += score[i];
   }
   sum = warp_sum(sum);
 #pragma unroll
-  for (int i = 0; i < kRouterEach; ++i) score[i] = __fdiv_rn(score[i], sum);
+  for (int i = 0; i < kEach; ++i) score[i] = __fdiv_rn(score[i], sum);
 }
 
 /// Sorts like x; NaN smallest, above 0, which means taken.
@@ -81,10 +82,11 @@ LOCKSTEP_DEVICE int largest(const uint32_t (&key)[kEach], int lane) {
 }
 
 /// Keys of the experts of all groups but the best become 0.
+template <int kEach>
 LOCKSTEP_DEVICE void keep_best_groups(const RouterParams& p,
                                       const float* choice,
                                       int lane,
-                                      uint32_t (&key)[kRouterEach]) {
+                                      uint32_t (&key)[kEach]) {
   const int each = p.experts / p.groups;
   float first = -INFINITY, second = -INFINITY;
   if (lane < p.groups)
@@ -105,13 +107,14 @@ LOCKSTEP_DEVICE void keep_best_groups(const RouterParams& p,
     if (lane == best) group[0] = 0;
   }
 #pragma unroll
-  for (int i = 0; i < kRouterEach; ++i) {
+  for (int i = 0; i < kEach; ++i) {
     const int e = 32 * i + lane;
     if (e < p.experts && (kept >> (e / each) & 1) == 0) key[i] = 0;
   }
 }
 
-static __global__ void __launch_bounds__(kRouterWarps * 32)
+template <int kEach>
+__global__ void __launch_bounds__(kRouterWarps * 32)
     route_kernel(const __grid_constant__ RouterParams p) {
   __shared__ float shared[kRouterWarps][2][kRouterExperts];
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
@@ -120,11 +123,11 @@ static __global__ void __launch_bounds__(kRouterWarps * 32)
   float* const scores = shared[warp][0];
   float* const choice = shared[warp][1];
   int64_t* const chosen = p.chosen + token * p.slots;
-  float score[kRouterEach];
+  float score[kEach];
   router_scores(p, p.logits + token * p.experts, lane, score);
-  uint32_t key[kRouterEach];
+  uint32_t key[kEach];
 #pragma unroll
-  for (int i = 0; i < kRouterEach; ++i) {
+  for (int i = 0; i < kEach; ++i) {
     const int e = 32 * i + lane;
     if (p.round_scores) score[i] = __bfloat162float(__float2bfloat16_rn(score[i]));
     key[i] = 0;
@@ -143,7 +146,7 @@ static __global__ void __launch_bounds__(kRouterWarps * 32)
     for (int j = 0; j < p.slots; ++j) {
       const int best = largest(key, lane);
 #pragma unroll
-      for (int i = 0; i < kRouterEach; ++i)
+      for (int i = 0; i < kEach; ++i)
         if (best == 32 * i + lane) key[i] = 0;
       if (lane == j) expert = best;
     }
@@ -158,7 +161,8 @@ static __global__ void __launch_bounds__(kRouterWarps * 32)
         __fmul_rn(p.normalise ? __fdiv_rn(own, divisor) : own, p.scaling);
 }
 
-static __global__ void __launch_bounds__(kRouterWarps * 32)
+template <int kEach>
+__global__ void __launch_bounds__(kRouterWarps * 32)
     route_backward_kernel(const __grid_constant__ RouterParams p) {
   __shared__ float shared[kRouterWarps][2][kRouterExperts];
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
@@ -166,10 +170,10 @@ static __global__ void __launch_bounds__(kRouterWarps * 32)
   if (token >= p.tokens) return;
   float* const scores = shared[warp][0];
   float* const gradients = shared[warp][1];
-  float score[kRouterEach];
+  float score[kEach];
   router_scores(p, p.logits + token * p.experts, lane, score);
 #pragma unroll
-  for (int i = 0; i < kRouterEach; ++i) {
+  for (int i = 0; i < kEach; ++i) {
     const int e = 32 * i + lane;
     if (e < p.experts) scores[e] = score[i], gradients[e] = 0.0f;
   }
@@ -193,12 +197,12 @@ static __global__ void __launch_bounds__(kRouterWarps * 32)
   float dot = 0.0f;
   if (p.softmax) {
 #pragma unroll
-    for (int i = 0; i < kRouterEach; ++i)
+    for (int i = 0; i < kEach; ++i)
       if (32 * i + lane < p.experts) dot = __fmaf_rn(gradients[32 * i + lane], score[i], dot);
     dot = warp_sum(dot);
   }
 #pragma unroll
-  for (int i = 0; i < kRouterEach; ++i) {
+  for (int i = 0; i < kEach; ++i) {
     const int e = 32 * i + lane;
     if (e >= p.experts) continue;
     const float s = score[i], d = gradients[e];

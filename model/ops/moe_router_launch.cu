@@ -52,7 +52,8 @@ MoeCudaResult moe_route(const MoeRouterArgs& a, float* weights, CUstream_st* str
     return bad("weights and bias must not be null");
   moe::RouterParams p = params(a);
   p.weights = weights;
-  return launch(&moe::route_kernel, p, stream);
+  return a.experts <= 288 ? launch(&moe::route_kernel<9>, p, stream)
+                          : launch(&moe::route_kernel<16>, p, stream);
 }
 
 MoeCudaResult moe_route_backward(const MoeRouterArgs& a,
@@ -64,7 +65,8 @@ MoeCudaResult moe_route_backward(const MoeRouterArgs& a,
   if (dweights == nullptr || dlogits == nullptr) return bad("dweights and dlogits: null");
   moe::RouterParams p = params(a);
   p.dweights = dweights, p.dlogits = dlogits;
-  return launch(&moe::route_backward_kernel, p, stream);
+  return a.experts <= 288 ? launch(&moe::route_backward_kernel<9>, p, stream)
+                          : launch(&moe::route_backward_kernel<16>, p, stream);
 }
 
 }  // namespace lockstep::model
