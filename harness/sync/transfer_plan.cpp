@@ -1,6 +1,9 @@
 #include "harness/sync/transfer_plan.hpp"
 
+#include <fmt/format.h>
+
 #include <algorithm>
+#include <map>
 #include <numeric>
 
 #include "harness/inference/weights.hpp"
@@ -104,7 +107,19 @@ TransferPlan::TransferPlan(SyncSides sides, int64_t bucket_bytes) : sides_(std::
     wire_.push_back(wire_dtype(parameter, sides_.engine));
     parameters_.push_back(std::move(parameter));
   }
+  // Parameters that differ in nothing but their layer are laid out alike, and have the same ones
+  // where they take the same replica.
+  std::map<std::tuple<std::string, bool, int64_t>, std::pair<size_t, size_t>> alike;
   for (size_t p = 0; p < parameters_.size(); ++p) {
+    const auto [known, added] =
+        alike.emplace(kind_of(p), std::pair(transfers_.size(), transfers_.size()));
+    if (!added) {
+      for (size_t t = known->second.first; t < known->second.second; ++t) {
+        transfers_.push_back(transfers_[t]);
+        transfers_.back().parameter = p;
+      }
+      continue;
+    }
     std::vector<std::vector<Run>> have;
     std::vector<Source> sources;
     for (size_t i = 0; i < sides_.trainer_ranks.size(); ++i) {
@@ -125,8 +140,18 @@ TransferPlan::TransferPlan(SyncSides sides, int64_t bucket_bytes) : sides_(std::
         if (transfer.elements > 0) transfers_.push_back(transfer);
       }
     }
+    known->second.second = transfers_.size();
   }
   plan_buckets(bucket_bytes);
+}
+
+std::tuple<std::string, bool, int64_t> TransferPlan::kind_of(size_t parameter) const {
+  const model::Parameter& p = parameters_[parameter];
+  const int64_t replica = static_cast<int64_t>(parameter) % sides_.trainer_topology.dp;
+  if (p.layer < 0) return {p.name, false, replica};
+  return {p.name.substr(fmt::format("layers.{}", p.layer).size()),
+          sides_.config.mixers[static_cast<size_t>(p.layer)] == model::MixerKind::kKda,
+          replica};
 }
 
 int64_t TransferPlan::trainer_rank(int64_t rank) const {

@@ -3,6 +3,8 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
+#include <tuple>
 #include <vector>
 
 #include "model/checkpoint/parameters.hpp"
@@ -88,6 +90,9 @@ class TransferPlan {
     parallel::Placement placed;
     int64_t begin, end;
   };
+  /// What the transfers of a parameter depend on: its name within the layer, whether that is of
+  /// KDA, and the replica.
+  [[nodiscard]] std::tuple<std::string, bool, int64_t> kind_of(size_t parameter) const;
   [[nodiscard]] int64_t trainer_rank(int64_t rank) const;
   [[nodiscard]] int64_t engine_rank(int64_t rank) const;
   [[nodiscard]] Source source(size_t parameter, int64_t trainer_rank) const;

@@ -115,6 +115,7 @@ std::vector<Layout> layouts() {
                                Topology{.fsdp = 2, .ep = 2},
                                Topology{.cp = 2},
                                Topology{.dp = 2},
+                               Topology{.dp = 3},
                                Topology{.fsdp = 2, .cp = 2, .ep = 2},
                                Topology{.fsdp = 2, .tp = 2},
                                Topology{.fsdp = 4, .ep = 4},
@@ -150,31 +151,48 @@ TEST(WeightSync, ServesTheBytesOfTheTrainersCheckpointFromAnyTopologyToAnyTp) {
   }
 }
 
-TEST(WeightSync, BytesAreThoseOfTheLedgerAndOfTheFormula) {
+/// Of the group of weight syncs, so far.
+parallel::LedgerTotals in_ledger() {
+  for (const parallel::LedgerTotals& totals : parallel::ledger_totals())
+    if (totals.group == "weight sync") return totals;
+  return {};
+}
+
+TEST(WeightSync, BytesOfEveryTopologyAndTpAreThoseOfThePlanAndOfTheLedger) {
   const int64_t n = world().size();
-  const Job job(
-      Topology{.fsdp = n}, std::min<int64_t>(n, 4), "float64", model::Numerics::policy("float64"));
-  const auto totals = [] {
-    for (const parallel::LedgerTotals& t : parallel::ledger_totals())
-      if (t.group == "weight sync") return std::pair(t.bytes_sent, t.bytes_received);
-    return std::pair<int64_t, int64_t>(0, 0);
-  };
-  const auto before = totals();
-  const SyncReport report = job.run(2, job.offer());
-  const auto after = totals();
-  EXPECT_EQ(report.bytes_received, job.sync->plan().bytes_received(world().rank()));
-  // Besides the weights: statements, their lengths (8 bytes each way), the barrier.
-  const int64_t received = after.second - before.second - report.agreement_bytes;
-  EXPECT_EQ(received, n == 1 ? 0 : report.bytes_received + 8 * (n - 1));
-  // By hand: this rank's shards go to every rank that wants them, but for its own.
-  int64_t whole = 0, parts = 0;
-  for (const model::Parameter& parameter : job.sync->plan().parameters())
-    whole += 8 * parameter.numel();
-  for (int64_t r = 0; r < n; ++r) parts += job.sync->plan().part_bytes(r);
-  EXPECT_GE(parts, whole);
-  Tensor moved = at::full({1}, report.bytes_received + report.bytes_copied, at::kLong);
-  world().all_reduce_sum(moved, "moved");
-  EXPECT_EQ(moved.item<int64_t>(), parts);
+  for (const Layout& layout : layouts()) {
+    for (const char* policy : {"float64", "vllm-bf16"}) {
+      SCOPED_TRACE(fmt::format("{} to {} of tp {}{}",
+                               model::to_string(layout.from),
+                               policy,
+                               layout.tp,
+                               layout.apart ? ", other ranks" : ""));
+      const bool bf16 = std::string_view(policy) == "vllm-bf16";
+      const Job job(layout.from,
+                    layout.tp,
+                    bf16 ? "fsdp-fp32-islands" : "float64",
+                    model::Numerics::policy(policy),
+                    layout.apart);
+      const harness::TransferPlan& plan = job.sync->plan();
+      const parallel::LedgerTotals before = in_ledger();
+      const SyncReport report = job.run(2, job.offer());
+      const parallel::LedgerTotals after = in_ledger();
+      // Every rank's statement reaches all others: of all of them each receives all but its own.
+      int64_t statements = 0;
+      for (const int64_t bytes : world().all_gather(report.agreement_bytes, "statements"))
+        statements += bytes;
+      const int64_t own = n == 1 ? 0 : statements / (n - 1) - report.agreement_bytes;
+      // Besides them and the weights: the lengths of the statements, and a barrier.
+      EXPECT_EQ(after.bytes_sent - before.bytes_sent,
+                plan.bytes_sent(world().rank()) + (n - 1) * (own + 8));
+      EXPECT_EQ(after.bytes_received - before.bytes_received,
+                plan.bytes_received(world().rank()) + report.agreement_bytes + (n - 1) * 8);
+      EXPECT_EQ(after.calls - before.calls,
+                n == 1 ? 0 : static_cast<int64_t>(plan.buckets().size()) + 3);
+      EXPECT_EQ(report.bytes_received + (job.serves ? report.bytes_copied : 0),
+                plan.part_bytes(world().rank()));
+    }
+  }
 }
 
 TEST(WeightSync, KeepsTheDtypesThatTheRulesName) {
