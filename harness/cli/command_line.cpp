@@ -416,10 +416,10 @@ void add_plan_command(Program& p) {
             "plan",
             "A training step on paper: ranks and their groups, tokens, memory of ranks and hosts, "
             "size of "
-            "a checkpoint, bytes moved on every axis, time",
+            "a checkpoint, bytes moved on every axis and by a weight sync, time",
             "  lockstep plan scenarios/cp_equivalence.toml\n"
             "  lockstep plan --config glm-5.3-flash --topology fsdp=2,cp=8,ep=8 --documents "
-            "131072,131072 --policy fsdp-fp32-islands --recompute\n\n"
+            "131072,131072 --policy fsdp-fp32-islands --recompute --offload full --engine-tp 8\n\n"
             "Computes nothing and needs no mpirun. Bytes of ep are those of an even load of the "
             "experts.\n",
             false,
@@ -444,6 +444,24 @@ void add_plan_command(Program& p) {
           "--numerics", o.numerics, "Switch that differs from the policy: D61=tp (repeatable)")
       ->needs(config);
   plan->add_flag("--recompute", o.recompute, "Layers are recomputed in backward")->needs(config);
+  plan->add_option("--optimizer", o.optimizer, "Optimizer: adamw, sgd or muon")
+      ->capture_default_str();
+  plan->add_option(
+          "--offload",
+          o.offload,
+          "What the host keeps: none, optimizer (its state) or full (masters and gradients, "
+          "too)")
+      ->capture_default_str();
+  CLI::Option* engine_tp =
+      plan->add_option("--engine-tp",
+                       o.engine_tp,
+                       "Weight sync into an inference engine of this many tp ranks")
+          ->check(kRankCount)
+          ->needs(config);
+  plan->add_option("--engine-policy", o.engine_policy, "Numerics policy of it; default: --policy")
+      ->needs(engine_tp);
+  plan->add_flag("--colocated", o.colocated, "It runs on the first ranks of the trainer")
+      ->needs(engine_tp);
   plan->add_option("--defaults", o.defaults, kDefaultsHelp)->capture_default_str()->needs(config);
   plan->add_option("--ranks", o.ranks, "Ranks that there are; a plan that needs more is refused")
       ->check(kRankCount);

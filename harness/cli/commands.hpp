@@ -120,11 +120,14 @@ int run_command_list(const ListOptions& options, const Context& context);
 struct PlanOptions {
   std::vector<std::filesystem::path> paths;
   std::vector<std::string> sets;
-  std::string config, topology, policy = "float32", defaults = "refuse";
+  std::string config, topology, policy = "float32", optimizer = "adamw", defaults = "refuse",
+                                 offload = "none", engine_policy;
   std::vector<std::string> numerics;        ///< "D61=tp"
   std::vector<int64_t> documents, cp_cuts;  ///< lengths; rows
   int64_t ranks = 0;                        ///< that there are; 0: as many as needed
   bool recompute = false;
+  int64_t engine_tp = 0;  ///< of an engine that gets the weights; 0: none
+  bool colocated = false;
   // As in StepPlanInput.
   int64_t ranks_per_host = 8;
   double tflops = 400, link = 300, network = 50;

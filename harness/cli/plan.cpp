@@ -9,6 +9,7 @@
 #include "harness/cli/errors.hpp"
 #include "harness/launch/workload.hpp"
 #include "harness/result/json_text.hpp"
+#include "harness/runner/execute.hpp"
 #include "harness/runner/step_plan.hpp"
 #include "model/config/config_json.hpp"
 
@@ -47,11 +48,29 @@ void check_ranks(const PlanOptions& options, const std::string& what, const mode
 }
 
 StepPlanText describe(const PlanOptions& options, StepPlanInput input) {
+  input.optimizer = parallel::parse_optimizer(options.optimizer);
+  input.offload = parallel::parse_offload(options.offload);
   input.ranks_per_host = options.ranks_per_host;
   input.tflops = options.tflops;
   input.link = options.link;
   input.network = options.network;
   return describe_step(input);
+}
+
+/// The engine's ranks are the first of the trainer's, or follow them.
+SyncSides sync_sides(const model::ModelConfig& config,
+                     const model::Numerics& trainer,
+                     const model::Numerics& engine,
+                     const model::Topology& from,
+                     const model::Topology& to,
+                     bool colocated) {
+  return {config,
+          trainer,
+          engine,
+          from,
+          to,
+          consecutive_ranks(0, from.num_ranks()),
+          consecutive_ranks(colocated ? 0 : from.num_ranks(), to.num_ranks())};
 }
 
 Planned plan_config(const PlanOptions& options) {
@@ -75,13 +94,34 @@ Planned plan_config(const PlanOptions& options) {
   planned.policy = num.name();
   planned.title =
       fmt::format("{}: {} ({})", options.config, num.name(), model::to_string(topology));
+  std::optional<SyncSides> sync;
+  if (options.engine_tp > 0) {
+    constexpr int64_t kMostPairs = 8192;
+    LOCKSTEP_CHECK(topology.num_ranks() <= kMostPairs / options.engine_tp,
+                   kConfig,
+                   "plan: a weight sync of {} x {} ranks: at most {} pairs are worked out; plan "
+                   "fewer replicas, or leave out --engine-tp",
+                   topology.num_ranks(),
+                   options.engine_tp,
+                   kMostPairs);
+    RunSpec engine = run;
+    engine.topology = {.tp = options.engine_tp};
+    if (!options.engine_policy.empty()) {
+      engine.policy = options.engine_policy;
+      engine.numerics.clear();
+    }
+    check_topology(engine, config);
+    sync =
+        sync_sides(config, num, numerics_of(engine), topology, engine.topology, options.colocated);
+  }
   planned.step = describe(options,
                           {.config = config,
                            .num = num,
                            .topology = topology,
                            .batch = Packing::of_lengths(options.documents),
                            .cp_cuts = options.cp_cuts,
-                           .recompute = options.recompute});
+                           .recompute = options.recompute,
+                           .sync = sync});
   return planned;
 }
 
@@ -98,6 +138,9 @@ void plan_scenario(const std::filesystem::path& file,
           "{}{}: run {}", set.name, label.empty() ? "" : fmt::format(" ({})", label), run.name);
       check_ranks(options, title, run.topology);
       const model::Numerics num = numerics_of(run);
+      std::optional<SyncSides> sync;
+      for (const RunSpec& from : run.trainer)
+        sync = sync_sides(config, numerics_of(from), num, from.topology, run.topology, true);
       try {
         list.push_back(
             {fmt::format("{}: {} ({})", title, num.name(), model::to_string(run.topology)),
@@ -111,7 +154,8 @@ void plan_scenario(const std::filesystem::path& file,
                        .topology = run.topology,
                        .batch = batch,
                        .cp_cuts = run.cp_cuts,
-                       .recompute = run.recompute})});
+                       .recompute = run.recompute,
+                       .sync = sync})});
         StepPlanText& step = list.back().step;
         if (!step.blocked.empty())
           step.blocked = fmt::format("scenario {}: {}", run.where, step.blocked);

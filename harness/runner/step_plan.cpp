@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "harness/runner/flops.hpp"
+#include "harness/runner/plan_sections.hpp"
 #include "parallel/checkpoint/distributed_checkpoint.hpp"
 #include "parallel/plan/footprint.hpp"
 #include "parallel/plan/placement.hpp"
@@ -36,6 +37,18 @@ struct Kind {
   std::vector<int64_t> replica_sums;  ///< see step_traffic
 };
 
+Footprint sum_of(const std::vector<Footprint>& held) {
+  Footprint sum;
+  for (const Footprint& f : held) {
+    sum.elements += f.elements;
+    sum.parameters += f.parameters;
+    sum.gradients += f.gradients;
+    sum.optimizer += f.optimizer;
+    sum.host += f.host;
+  }
+  return sum;
+}
+
 struct Moved {
   int64_t sent, received;
 };
@@ -47,6 +60,9 @@ struct Rank {
   int64_t replica_bytes = 0;
   double flops = 0, compute_s = 0, traffic_s = 0;
 
+  /// Of the training state, in the host's memory.
+  [[nodiscard]] int64_t host_bytes() const { return sum_of(kind->held).host; }
+
   /// Bytes of line `i` of kind->moved.
   [[nodiscard]] Moved moved(size_t i) const {
     const Traffic& line = kind->moved[i];
@@ -54,27 +70,6 @@ struct Rank {
     return {line.bytes_sent, line.bytes_received};
   }
 };
-
-/// "1.50 MiB"; bytes below one KiB as they are.
-std::string bytes_text(int64_t bytes) {
-  constexpr const char* kUnits[] = {"KiB", "MiB", "GiB", "TiB", "PiB"};
-  if (bytes < 1024) return fmt::format("{} B", bytes);
-  double value = static_cast<double>(bytes) / 1024;
-  size_t unit = 0;
-  for (; value >= 1024 && unit + 1 < std::size(kUnits); ++unit) value /= 1024;
-  return fmt::format("{:.2f} {}", value, kUnits[unit]);
-}
-
-Footprint sum_of(const std::vector<Footprint>& held) {
-  Footprint sum;
-  for (const Footprint& f : held) {
-    sum.elements += f.elements;
-    sum.parameters += f.parameters;
-    sum.gradients += f.gradients;
-    sum.optimizer += f.optimizer;
-  }
-  return sum;
-}
 
 /// The sets of ranks of a circle, by first member.
 std::vector<std::vector<int64_t>> groups_of(const model::Topology& topology, Circle circle) {
@@ -106,10 +101,12 @@ int64_t members_below(const parallel::CircleRanks& ranks, int64_t end) {
   return std::min((end - ranks.first - 1) / ranks.step + 1, ranks.size);
 }
 
-/// Seconds that a rank's bytes take, one call after another; links of a host and of the network
-/// work at the same time.
-double traffic_seconds(const StepPlanInput& in, const Rank& rank, int64_t number) {
-  double seconds = 0;
+/// Seconds that a rank's bytes take, one call after another, by circle; links of a host and of the
+/// network work at the same time.
+std::map<Circle, double> traffic_seconds(const StepPlanInput& in,
+                                         const Rank& rank,
+                                         int64_t number) {
+  std::map<Circle, double> seconds;
   for (size_t i = 0; i < rank.kind->moved.size(); ++i) {
     const Moved moved = rank.moved(i);
     const parallel::CircleRanks ranks =
@@ -119,7 +116,8 @@ double traffic_seconds(const StepPlanInput& in, const Rank& rank, int64_t number
                          members_below(ranks, host) - 1;
     const double share = static_cast<double>(near) / static_cast<double>(ranks.size - 1),
                  bytes = static_cast<double>(std::max(moved.sent, moved.received));
-    seconds += std::max(share * bytes / (in.link * 1e9), (1 - share) * bytes / (in.network * 1e9));
+    seconds[rank.kind->moved[i].circle] +=
+        std::max(share * bytes / (in.link * 1e9), (1 - share) * bytes / (in.network * 1e9));
   }
   return seconds;
 }
@@ -137,6 +135,8 @@ class Ranks {
               .cp_cuts = in.cp_cuts,
               .recompute = in.recompute,
               .balance = false,
+              .optimizer = in.optimizer,
+              .offload = in.offload,
               .routes = {}} {
     count_loads();
     const model::Topology& t = in.topology;
@@ -227,8 +227,8 @@ class Ranks {
     const auto [found, added] = kinds_.emplace(key_of(number, rank.place, row, held), Kind{});
     Kind& kind = found->second;
     if (added) {
-      kind.held = parallel::footprint(in_.config, in_.num, in_.topology, number);
-      kind.memory = parallel::step_memory(step_, parallel::OptimizerKind::kAdamW, number);
+      kind.held = parallel::footprint(step_, number);
+      kind.memory = parallel::step_memory(step_, number);
       kind.moved = parallel::step_traffic(step_, number, &kind.replica_sums);
     }
     rank.kind = &kind;
@@ -237,7 +237,8 @@ class Ranks {
           parallel::replica_bytes(step_, kind.replica_sums, in_.topology.dp, rank.place.dp);
     rank.flops = flops;
     rank.compute_s = flops / (in_.tflops * 1e12);
-    rank.traffic_s = traffic_seconds(in_, rank, number);
+    for (const auto& [circle, seconds] : traffic_seconds(in_, rank, number))
+      rank.traffic_s += seconds;
     list_.push_back(rank);
   }
 
@@ -305,27 +306,32 @@ std::string mesh_text(const StepPlanInput& in, const std::vector<Rank>& ranks) {
   return text;
 }
 
-std::string memory_text(const std::vector<Rank>& ranks) {
+std::string memory_text(const StepPlanInput& in, const std::vector<Rank>& ranks) {
   const auto fullest =
       std::max_element(ranks.begin(), ranks.end(), [](const auto& a, const auto& b) {
         return a.kind->memory.peak_total < b.kind->memory.peak_total;
       });
   const auto line = [](std::string_view what, const Footprint& f) {
-    return fmt::format("  {:<20} {:>14} {:>12} {:>12} {:>12}\n",
+    return fmt::format("  {:<20} {:>14} {:>12} {:>12} {:>12} {:>12}\n",
                        what,
                        f.elements,
                        bytes_text(f.parameters),
                        bytes_text(f.gradients),
-                       bytes_text(f.optimizer));
+                       bytes_text(f.optimizer),
+                       bytes_text(f.host));
   };
-  std::string text =
-      fmt::format("  bytes held by rank {}, the fullest:\n  {:<20} {:>14} {:>12} {:>12} {:>12}\n",
-                  fullest - ranks.begin(),
-                  "",
-                  "elements",
-                  "parameters",
-                  "gradients",
-                  "optimizer");
+  std::string text = fmt::format(
+      "  bytes held by rank {}, the fullest, with {}, offload {}:\n"
+      "  {:<20} {:>14} {:>12} {:>12} {:>12} {:>12}\n",
+      fullest - ranks.begin(),
+      parallel::optimizer_name(in.optimizer),
+      parallel::offload_name(in.offload),
+      "",
+      "elements",
+      "parameters",
+      "gradients",
+      "optimizer",
+      "on the host");
   for (const Footprint& f : fullest->kind->held) text += line(f.category, f);
   text += line("all", sum_of(fullest->kind->held));
   const MemoryUse& use = fullest->kind->memory;
@@ -333,39 +339,43 @@ std::string memory_text(const std::vector<Rank>& ranks) {
       "  tensor memory of its step:\n  {:<20} {:>14} {:>12}\n", "", "peak", "at the peak");
   for (const MemoryKind kind : kMemoryKinds) {
     if (use.peak_of(kind) == 0) continue;
-    text += fmt::format("  {:<20} {:>14} {:>12}\n",
+    text += fmt::format("  {:<20} {:>14} {:>12}{}\n",
                         to_string(kind),
                         bytes_text(use.peak_of(kind)),
-                        bytes_text(use.at_peak[static_cast<size_t>(kind)]));
+                        bytes_text(use.at_peak[static_cast<size_t>(kind)]),
+                        bar(static_cast<double>(use.at_peak[static_cast<size_t>(kind)]),
+                            static_cast<double>(use.peak_total)));
   }
-  return text + fmt::format("  {:<20} {:>14} {:>12}\n", "all", bytes_text(use.peak_total), "");
+  return text + fmt::format("  {:<20} {:>14}\n", "all", bytes_text(use.peak_total));
 }
 
 struct Host {
   int64_t first = 0, last = 0;  ///< ranks
-  int64_t peak = 0;
+  int64_t peak = 0;             ///< of all ranks, on devices where they have some
+  int64_t host = 0;             ///< that they keep in its memory instead
 };
 
 std::vector<Host> hosts_of(const StepPlanInput& in, const std::vector<Rank>& ranks) {
   std::vector<Host> hosts;
   for (size_t r = 0; r < ranks.size(); ++r) {
     const auto rank = static_cast<int64_t>(r);
-    if (rank % in.ranks_per_host == 0) hosts.push_back({rank, rank, 0});
+    if (rank % in.ranks_per_host == 0) hosts.push_back({rank, rank, 0, 0});
     hosts.back().last = rank;
     hosts.back().peak += ranks[r].kind->memory.peak_total;
+    hosts.back().host += ranks[r].host_bytes();
   }
   return hosts;
 }
 
 std::string hosts_text(const std::vector<Host>& hosts) {
-  std::string text = "  peak bytes of the ranks of a host:\n";
+  std::string text = fmt::format(
+      "  bytes of all ranks of a host:\n    {:<24} {:>14} {:>14}\n", "", "peak", "on the host");
   const size_t shown = std::min(hosts.size(), static_cast<size_t>(kShownRanks));
   for (size_t h = 0; h < shown; ++h)
-    text += fmt::format("    host {:<3} ranks {}-{} {:>14}\n",
-                        h,
-                        hosts[h].first,
-                        hosts[h].last,
-                        bytes_text(hosts[h].peak));
+    text += fmt::format("    {:<24} {:>14} {:>14}\n",
+                        fmt::format("host {:<3} ranks {}-{}", h, hosts[h].first, hosts[h].last),
+                        bytes_text(hosts[h].peak),
+                        bytes_text(hosts[h].host));
   if (shown < hosts.size()) text += fmt::format("    ... {} more hosts\n", hosts.size() - shown);
   return text;
 }
@@ -387,7 +397,7 @@ const Rank& slowest_of(const std::vector<Rank>& ranks) {
 
 std::string time_text(const StepPlanInput& in, const std::vector<Rank>& ranks) {
   const Rank& slow = slowest_of(ranks);
-  return fmt::format(
+  std::string text = fmt::format(
       "  a step takes {:.3g} s with bytes moved beside arithmetic, {:.3g} s one after the other: "
       "{:.4g} TFLOP\n  at {:g} TFLOP/s in {:.3g} s, bytes at {:g} GB/s in a host and {:g} GB/s "
       "between hosts in {:.3g} s\n",
@@ -399,6 +409,14 @@ std::string time_text(const StepPlanInput& in, const std::vector<Rank>& ranks) {
       in.link,
       in.network,
       slow.traffic_s);
+  const auto line = [&](std::string_view what, double seconds) {
+    text += fmt::format(
+        "    {:<16} {:>10.3g} s{}\n", what, seconds, bar(seconds, slow.compute_s + slow.traffic_s));
+  };
+  line("arithmetic", slow.compute_s);
+  for (const auto& [circle, seconds] : traffic_seconds(in, slow, &slow - ranks.data()))
+    line(parallel::circle_name(circle), seconds);
+  return text;
 }
 
 std::string traffic_text(const std::vector<Rank>& ranks) {
@@ -429,6 +447,8 @@ std::string traffic_text(const std::vector<Rank>& ranks) {
   std::stable_sort(lines.begin(), lines.end(), [](const auto& a, const auto& b) {
     return a.first.first < b.first.first;
   });
+  int64_t most = 0;
+  for (const auto& [key, sum] : lines) most = std::max(most, sum.most);
   std::string text = fmt::format(
       "  bytes sent in a step, forward and backward:\n  {:<12} {:<22} {:>7} {:>14} {:>14}\n",
       "axis",
@@ -437,26 +457,31 @@ std::string traffic_text(const std::vector<Rank>& ranks) {
       "by one rank",
       "by all");
   for (const auto& [key, sum] : lines)
-    text += fmt::format("  {:<12} {:<22} {:>7} {:>14} {:>14}\n",
+    text += fmt::format("  {:<12} {:<22} {:>7} {:>14} {:>14}{}\n",
                         parallel::circle_name(key.first),
                         key.second,
                         sum.calls,
                         bytes_text(sum.most),
-                        bytes_text(sum.all));
+                        bytes_text(sum.all),
+                        bar(static_cast<double>(sum.most), static_cast<double>(most)));
   return text;
 }
 
 Json rank_json(int64_t number, const Rank& rank) {
-  Json held = Json::array(), moved = Json::array(), peaks = Json::object();
-  for (const MemoryKind kind : kMemoryKinds)
+  Json held = Json::array(), moved = Json::array(), peaks = Json::object(),
+       at_peak = Json::object();
+  for (const MemoryKind kind : kMemoryKinds) {
     peaks[std::string(to_string(kind))] = rank.kind->memory.peak_of(kind);
+    at_peak[std::string(to_string(kind))] = rank.kind->memory.at_peak[static_cast<size_t>(kind)];
+  }
   peaks["all"] = rank.kind->memory.peak_total;
   for (const Footprint& f : rank.kind->held)
     held.push_back({{"category", f.category},
                     {"elements", f.elements},
                     {"parameter_bytes", f.parameters},
                     {"gradient_bytes", f.gradients},
-                    {"optimizer_bytes", f.optimizer}});
+                    {"optimizer_bytes", f.optimizer},
+                    {"host_bytes", f.host}});
   for (size_t i = 0; i < rank.kind->moved.size(); ++i) {
     const Traffic& t = rank.kind->moved[i];
     moved.push_back({{"axis", parallel::circle_name(t.circle)},
@@ -479,6 +504,8 @@ Json rank_json(int64_t number, const Rank& rank) {
            rank.kind->memory.peak_of(MemoryKind::kGathered) +
                rank.kind->memory.peak_of(MemoryKind::kGatheredExperts)},
           {"peak_bytes", peaks},
+          {"bytes_at_peak", at_peak},
+          {"host_bytes", rank.host_bytes()},
           {"traffic", moved},
           {"flops", rank.flops},
           {"compute_seconds", rank.compute_s},
@@ -520,6 +547,8 @@ StepPlanText describe_step(const StepPlanInput& input) {
                {"num_ranks", input.topology.num_ranks()},
                {"num_tokens", input.batch.global_tokens()},
                {"num_documents", input.batch.num_documents()},
+               {"optimizer", parallel::optimizer_name(input.optimizer)},
+               {"offload", parallel::offload_name(input.offload)},
                {"cp_blocker", nullptr}};
   if (const auto reason = parallel::cp_blocker(input.topology, input.batch, input.cp_cuts)) {
     plan.blocked = fmt::format("{} is blocked: {}", model::to_string(input.topology), *reason);
@@ -532,12 +561,13 @@ StepPlanText describe_step(const StepPlanInput& input) {
   plan.warning = idle_text(input, ranks);
   if (!plan.warning.empty()) json["warning"] = plan.warning;
   const std::vector<Host> hosts = hosts_of(input, ranks);
-  const Files files =
-      parallel::checkpoint_files(input.config, input.num, parallel::OptimizerKind::kAdamW);
-  plan.text = mesh_text(input, ranks);
+  const Files files = parallel::checkpoint_files(input.config, input.num, input.optimizer);
+  const PlanSection parameters = plan_parameters(input.config, input.optimizer);
+  json["model"] = Json::parse(parameters.json);
+  plan.text = parameters.text + mesh_text(input, ranks);
   if (input.topology.cp > 1)
     plan.text += fmt::format("  nothing blocks cp = {} on this batch\n", input.topology.cp);
-  plan.text += memory_text(ranks) + hosts_text(hosts) + checkpoint_text(files) +
+  plan.text += memory_text(input, ranks) + hosts_text(hosts) + checkpoint_text(files) +
                traffic_text(ranks) + time_text(input, ranks);
   Json list = Json::array(), circles = Json::object();
   const int64_t num_ranks = input.topology.num_ranks(), listed = std::min(num_ranks, kListedRanks);
@@ -553,7 +583,7 @@ StepPlanText describe_step(const StepPlanInput& input) {
     if (host.first >= listed) break;
     std::vector<int64_t> on_host(static_cast<size_t>(host.last - host.first + 1));
     std::iota(on_host.begin(), on_host.end(), host.first);
-    host_list.push_back({{"ranks", on_host}, {"peak_bytes", host.peak}});
+    host_list.push_back({{"ranks", on_host}, {"peak_bytes", host.peak}, {"host_bytes", host.host}});
   }
   if (listed < num_ranks)
     json["left_out"] = {{"ranks", num_ranks - listed},
@@ -561,11 +591,23 @@ StepPlanText describe_step(const StepPlanInput& input) {
                         {"groups", "all"}};
   for (const auto& [name, bytes] : files) json["checkpoint"][name] = bytes;
   const Rank& slow = slowest_of(ranks);
+  const int64_t slowest = &slow - ranks.data();
+  Json by_axis = Json::object();
+  for (const auto& [circle, seconds] : traffic_seconds(input, slow, slowest))
+    by_axis[std::string(parallel::circle_name(circle))] = seconds;
   json["time"] = {{"tflops", input.tflops},
                   {"link_gb_per_s", input.link},
                   {"network_gb_per_s", input.network},
+                  {"rank", slowest},
+                  {"compute_seconds", slow.compute_s},
+                  {"traffic_seconds", by_axis},
                   {"seconds_overlapped", std::max(slow.compute_s, slow.traffic_s)},
                   {"seconds_in_turn", slow.compute_s + slow.traffic_s}};
+  if (input.sync) {
+    const PlanSection sync = plan_sync(*input.sync);
+    plan.text += sync.text;
+    json["weight_sync"] = Json::parse(sync.json);
+  }
   plan.json = json.dump(2);
   return plan;
 }

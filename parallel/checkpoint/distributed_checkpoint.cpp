@@ -25,15 +25,7 @@ constexpr const char* kStateFile = "state.json";
 constexpr const char* kWeightsFile = "model.safetensors";
 
 std::string_view optimizer_name(const Optimizer* optimizer) {
-  if (optimizer == nullptr) return "none";
-  switch (optimizer->options().kind) {
-    case OptimizerKind::kAdamW:
-      return "adamw";
-    case OptimizerKind::kMuon:
-      return "muon";
-    default:
-      return "sgd";
-  }
+  return optimizer == nullptr ? "none" : optimizer_name(optimizer->options().kind);
 }
 
 std::string moment_file(std::string_view moment) { return fmt::format("{}.safetensors", moment); }

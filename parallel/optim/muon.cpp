@@ -1,5 +1,6 @@
 #include "parallel/optim/muon.hpp"
 
+#include <algorithm>
 #include <array>
 
 namespace lockstep::parallel {
@@ -31,6 +32,14 @@ Tensor orthogonalised(const Tensor& x) {
     s = s * a + (square * b + square.matmul(square) * c).matmul(s);
   }
   return tall ? s.transpose(-2, -1) : s;
+}
+
+int64_t orthogonalised_bytes(int64_t elements, int64_t rows, int64_t cols, at::ScalarType dtype) {
+  if (elements == 0) return 0;
+  const int64_t side = std::min(rows, cols), squares = elements / (rows * cols) * side * side,
+                width = dtype == at::kDouble ? 8 : 2;
+  // The terms of one step: s, a s, the product and their sum; A, b A, A A, c A A and their sum.
+  return width * (4 * elements + 5 * squares);
 }
 
 }  // namespace lockstep::parallel

@@ -18,5 +18,8 @@ MuonMatrices muon_matrices(const ParamSpec& spec);
 /// s <- a s + b s^3 + c s^5, by products of matrices alone. In float64 for float64, else in
 /// bfloat16; returns that dtype.
 Tensor orthogonalised(const Tensor& x);
+/// Most bytes of tensors that it holds at a time beside x, which has `elements` in matrices
+/// [rows, cols] of `dtype`.
+int64_t orthogonalised_bytes(int64_t elements, int64_t rows, int64_t cols, at::ScalarType dtype);
 
 }  // namespace lockstep::parallel

@@ -72,13 +72,34 @@ double square_sum(const Tensor& grad) {
 
 }  // namespace
 
+std::string_view optimizer_name(OptimizerKind kind) {
+  switch (kind) {
+    case OptimizerKind::kAdamW:
+      return "adamw";
+    case OptimizerKind::kMuon:
+      return "muon";
+    default:
+      return "sgd";
+  }
+}
+
+OptimizerKind parse_optimizer(std::string_view name) {
+  for (const OptimizerKind kind : kOptimizers)
+    if (optimizer_name(kind) == name) return kind;
+  fail(ErrorKind::kConfig, "optimizer '{}' does not exist; use adamw, sgd or muon", name);
+}
+
+void check_optimizer(OptimizerKind kind, const model::Topology& topology) {
+  LOCKSTEP_CHECK(kind != OptimizerKind::kMuon || topology.tp == 1,
+                 kConfig,
+                 "optimizer: Muon needs whole matrices, which tp = {} splits; use tp = 1 or AdamW",
+                 topology.tp);
+}
+
 Optimizer::Optimizer(ShardedParameters& params, const Mesh& mesh, OptimizerOptions options)
     : params_(params), mesh_(mesh), options_(options) {
   set_lr(options.lr);
-  LOCKSTEP_CHECK(options.kind != OptimizerKind::kMuon || mesh.tp().size() == 1,
-                 kConfig,
-                 "optimizer: Muon needs whole matrices, which tp = {} splits; use tp = 1 or AdamW",
-                 mesh.tp().size());
+  check_optimizer(options.kind, mesh.topology());
   for (const double beta : {options.beta1, options.beta2, options.momentum}) {
     LOCKSTEP_CHECK(beta >= 0 && beta < 1, kConfig, "optimizer: beta = {} must be in [0, 1)", beta);
   }

@@ -2,6 +2,7 @@
 // only.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <map>
 #include <string>
@@ -17,6 +18,15 @@ enum class OptimizerKind : uint8_t {
   kSgd,
   kMuon,  ///< matrices, see muon_matrices(); the rest as AdamW
 };
+
+inline constexpr std::array<OptimizerKind, 3> kOptimizers = {
+    OptimizerKind::kAdamW, OptimizerKind::kSgd, OptimizerKind::kMuon};
+/// "adamw", "sgd", "muon".
+std::string_view optimizer_name(OptimizerKind kind);
+/// Throws kConfig for any other name.
+OptimizerKind parse_optimizer(std::string_view name);
+/// Throws kConfig for a topology that the optimizer cannot run on: Muon with tp > 1.
+void check_optimizer(OptimizerKind kind, const model::Topology& topology);
 
 struct OptimizerOptions {
   OptimizerKind kind = OptimizerKind::kAdamW;

@@ -6,6 +6,7 @@
 #include <tuple>
 
 #include "model/layers/layer_memory.hpp"
+#include "parallel/optim/muon.hpp"
 #include "parallel/plan/placement.hpp"
 
 namespace lockstep::parallel {
@@ -58,7 +59,7 @@ struct Bucket {
 
 class Step {
  public:
-  Step(const StepPlan& plan, OptimizerKind optimizer, int64_t rank)
+  Step(const StepPlan& plan, int64_t rank)
       : plan_(plan),
         c_(plan.config),
         rank_(rank),
@@ -66,22 +67,26 @@ class Step {
         wide_(size_of(plan.num.acc())),
         sent_(plan.num.invariant() ? 16 : wide_),
         dp_(plan.topology.dp) {
-    place_parameters(optimizer);
+    place_parameters();
     measure_units();
   }
 
   MemoryUse run() {
+    if (plan_.offload == Offload::kNone) time_.add(MemoryKind::kMoments, moments_);
     pass(model::kStemUnit, false);
     for (int64_t layer = 0; layer < c_.num_hidden_layers; ++layer) pass(layer, plan_.recompute);
     pass(head_, false);
     for (int64_t unit = head_; unit >= model::kStemUnit; --unit)
       back(unit, plan_.recompute && unit >= 0 && unit < head_);
     time_.add(MemoryKind::kActivations, -after_);
+    if (plan_.offload == Offload::kOptimizer) time_.add(MemoryKind::kMoments, moments_);
+    time_.touch(MemoryKind::kActivations, direction_);
+    if (plan_.offload == Offload::kOptimizer) time_.add(MemoryKind::kMoments, -moments_);
     return time_.use();
   }
 
  private:
-  void place_parameters(OptimizerKind optimizer) {
+  void place_parameters() {
     for (const ParamSpec& spec :
          parameter_specs(c_, plan_.num, plan_.topology, coordinates(plan_.topology, rank_))) {
       const CircleRanks shards =
@@ -89,12 +94,14 @@ class Step {
       const int64_t size = shards.size, row = product(spec.shape, 1),
                     own = even_share(spec.shape[0], size, shards.own) * row,
                     all = spec.shape[0] * row;
-      const at::ScalarType kept = spec.trainable ? plan_.num.acc() : spec.compute_dtype;
-      if (spec.trainable) {
+      const bool masters = spec.trainable && plan_.offload != Offload::kFull;
+      const at::ScalarType kept = masters ? plan_.num.acc() : spec.compute_dtype;
+      if (masters) {
         time_.add(MemoryKind::kMasters, own * wide_);
-        time_.add(
-            MemoryKind::kMoments,
-            own * wide_ * static_cast<int64_t>(Optimizer::state_names(optimizer, spec).size()));
+        moments_ += own * wide_ *
+                    static_cast<int64_t>(Optimizer::state_names(plan_.optimizer, spec).size());
+        if (plan_.optimizer == OptimizerKind::kMuon)
+          direction_ = std::max(direction_, direction_bytes(spec, size, own, all));
       } else {
         time_.add(MemoryKind::kWeights, own * size_of(kept));
       }
@@ -114,6 +121,25 @@ class Step {
       };
       join(spec.unit);
       if (!spec.alias.empty()) join(head_);
+    }
+  }
+
+  /// While Muon makes the momentum of a parameter orthogonal.
+  [[nodiscard]] int64_t direction_bytes(const ParamSpec& spec,
+                                        int64_t size,
+                                        int64_t own,
+                                        int64_t all) const {
+    const at::ScalarType dtype = plan_.num.acc();
+    const int64_t cols = spec.shape.back();
+    switch (muon_matrices(spec)) {
+      case MuonMatrices::kNone:
+        return 0;
+      case MuonMatrices::kRows:
+        return orthogonalised_bytes(own, 1, product(spec.shape, 1), dtype);
+      case MuonMatrices::kStack:
+        return orthogonalised_bytes(own, product(spec.shape, 1) / cols, cols, dtype);
+      default:
+        return orthogonalised_bytes(all, spec.shape[0], cols, dtype) + (size > 1 ? all * wide_ : 0);
     }
   }
 
@@ -223,8 +249,12 @@ class Step {
       }
       // This rank's slice of all replicas and its sum; that and the sums of all.
       if (dp_ > 1) time_.touch(MemoryKind::kExchange, own + own / dp_);
-      time_.add(MemoryKind::kGradients,
-                b.own_trained * (wide_ + (plan_.num.invariant() ? sent_ : 0)));
+      if (plan_.offload == Offload::kFull) {
+        time_.touch(MemoryKind::kGradients, b.own_trained * b.width);
+      } else {
+        time_.add(MemoryKind::kGradients,
+                  b.own_trained * (wide_ + (plan_.num.invariant() ? sent_ : 0)));
+      }
       time_.add(MemoryKind::kExchange, -held);
     }
   }
@@ -279,14 +309,16 @@ class Step {
   std::map<int64_t, model::UnitMemory> memory_;
   std::map<int64_t, int64_t> exchange_;
   int64_t after_ = 0, gradient_in_ = 0;
+  int64_t moments_ = 0;
+  int64_t direction_ = 0;  ///< most that one parameter of Muon takes in the optimizer's step
   Timeline time_;
 };
 
 }  // namespace
 
-MemoryUse step_memory(const StepPlan& plan, OptimizerKind optimizer, int64_t rank) {
-  model::validate(plan.topology);
-  return Step(plan, optimizer, rank).run();
+MemoryUse step_memory(const StepPlan& plan, int64_t rank) {
+  validate(plan);
+  return Step(plan, rank).run();
 }
 
 }  // namespace lockstep::parallel

@@ -3,7 +3,6 @@
 #pragma once
 
 #include "model/base/tensor_memory.hpp"
-#include "parallel/optim/optimizer.hpp"
 #include "parallel/plan/traffic.hpp"
 
 namespace lockstep::parallel {
@@ -11,9 +10,9 @@ namespace lockstep::parallel {
 /// Peaks of a step of the trainer as tensor_memory() counts them: each kind by itself, and all of
 /// them when their sum is largest. `now` is what stays when the step is over. One micro-batch; with
 /// more the gradients are there from the first on. Memory of containers, of the transport and of
-/// threads, and what Muon gathers, is in neither. Units are walked as the model walks them: what a
+/// threads is in neither. Units are walked as the model walks them: what a
 /// layer keeps and needs is layer_memory's, what is gathered, sent and reduced follows
 /// ShardedParameters.
-MemoryUse step_memory(const StepPlan& plan, OptimizerKind optimizer, int64_t rank);
+MemoryUse step_memory(const StepPlan& plan, int64_t rank);
 
 }  // namespace lockstep::parallel

@@ -6,6 +6,7 @@
 #include <optional>
 #include <tuple>
 
+#include "parallel/optim/muon.hpp"
 #include "parallel/plan/placement.hpp"
 #include "parallel/plan/token_plan.hpp"
 
@@ -56,6 +57,7 @@ class Step {
     sum(Circle::kTokens, "loss", exact ? 2 : 1, 8);
     if (exact) tell(Circle::kAll, "gradient norm", 1);
     optimizer(exact ? 3 : 1, "gradient norm");
+    if (plan_.optimizer == OptimizerKind::kMuon) momentum();
     optimizer(2, "optimizer counts");
     if (plan_.balance)
       sum(Circle::kTokens, "router load", c_.num_hidden_layers * c_.n_routed_experts, 8);
@@ -157,6 +159,15 @@ class Step {
           circle, "gradients", {bucket.trained.own * parts, bucket.trained.all * parts}, wide);
       replica_sums_.push_back(bucket.trained.own * parts);
       sum(Circle::kDp, "gradients", replica_sums_.back(), wide);
+    }
+  }
+
+  /// Of matrices that are sharded by rows.
+  void momentum() {
+    for (const ParamSpec& spec : parameter_specs(c_, plan_.num, plan_.topology, place_)) {
+      if (!spec.trainable || muon_matrices(spec) != MuonMatrices::kWhole) continue;
+      const Circle circle = spec.expert ? Circle::kExpertShard : Circle::kShard;
+      gather(circle, "momentum", even(circle, spec.shape[0]), product(spec.shape, 1) * acc_);
     }
   }
 
@@ -368,6 +379,16 @@ int64_t StepPlan::even_rows(int64_t tokens, int64_t experts) const {
                       static_cast<double>(config.n_routed_experts));
 }
 
+void validate(const StepPlan& plan) {
+  model::validate(plan.topology);
+  check_optimizer(plan.optimizer, plan.topology);
+  LOCKSTEP_CHECK(plan.offload != Offload::kFull || plan.optimizer != OptimizerKind::kMuon,
+                 kConfig,
+                 "offload full cannot be combined with Muon: the host applies each piece of a "
+                 "gradient as it arrives, Muon needs all rows of a matrix at once; use offload "
+                 "optimizer, or AdamW");
+}
+
 std::vector<std::pair<int64_t, int64_t>> ep_tokens(const StepPlan& plan, int64_t rank) {
   const CircleRanks ranks = circle_ranks(plan.topology, Circle::kEp, rank);
   std::vector<std::pair<int64_t, int64_t>> result;
@@ -395,7 +416,7 @@ std::vector<int64_t> expert_rows(const StepPlan& plan, int64_t layer, int64_t be
 std::vector<Traffic> step_traffic(const StepPlan& plan,
                                   int64_t rank,
                                   std::vector<int64_t>* replica_sums) {
-  model::validate(plan.topology);
+  validate(plan);
   return Step(plan, rank).run(replica_sums);
 }
 

@@ -11,6 +11,8 @@
 #include "model/config/model_config.hpp"
 #include "model/config/numerics.hpp"
 #include "parallel/mesh/layout.hpp"
+#include "parallel/optim/optimizer.hpp"
+#include "parallel/plan/offload.hpp"
 #include "parallel/plan/token_plan.hpp"
 
 namespace lockstep::parallel {
@@ -30,6 +32,8 @@ struct StepPlan {
   std::vector<int64_t> cp_cuts;  ///< empty: near-even
   bool recompute = false;
   bool balance = false;  ///< router bias follows the load
+  OptimizerKind optimizer = OptimizerKind::kAdamW;
+  Offload offload = Offload::kNone;
   /// By layer, the experts [T, k] int64 of every token of the batch. Without them every expert gets
   /// the same number of rows, so the bytes of ep are those of an even load.
   std::map<int64_t, Tensor> routes;
@@ -46,6 +50,10 @@ struct StepPlan {
   [[nodiscard]] int64_t even_rows(int64_t tokens, int64_t experts) const;
 };
 
+/// Throws kMesh for a topology that cannot be, kConfig for an optimizer that cannot run on it or be
+/// kept like that.
+void validate(const StepPlan& plan);
+
 /// Tokens of each rank of an ep circle: first and one past the last, counted in the batch.
 std::vector<std::pair<int64_t, int64_t>> ep_tokens(const StepPlan& plan, int64_t rank);
 
@@ -54,8 +62,8 @@ std::vector<int64_t> expert_rows(const StepPlan& plan, int64_t layer, int64_t be
 
 /// One micro-batch, forward and backward, and the optimizer's step, of the rank at `rank`. Circles
 /// of one rank move nothing and are left out. With `routes`, figures equal those of the ledger.
-/// Throws kMesh where a run would. `replica_sums`, if there, gets the elements of each sum of
-/// gradients over the replicas.
+/// Throws kMesh and kConfig where a run would. `replica_sums`, if there, gets the elements of each
+/// sum of gradients over the replicas.
 std::vector<Traffic> step_traffic(const StepPlan& plan,
                                   int64_t rank,
                                   std::vector<int64_t>* replica_sums = nullptr);

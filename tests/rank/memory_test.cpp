@@ -14,6 +14,7 @@ namespace {
 using harness::Documents;
 using harness::Trainer;
 using model::Topology;
+using parallel::OptimizerKind;
 
 /// Experts and a vocabulary that outweigh the rest, as in the real model; 62M parameters.
 model::ModelConfig fifty_million() {
@@ -44,9 +45,13 @@ struct Case {
   Topology topology;
   std::string policy;
   bool recompute;
+  OptimizerKind optimizer = OptimizerKind::kAdamW;
   [[nodiscard]] std::string name() const {
-    return fmt::format(
-        "{}, {}{}", model::to_string(topology), policy, recompute ? ", recompute" : "");
+    return fmt::format("{}, {}{}, {}",
+                       model::to_string(topology),
+                       policy,
+                       recompute ? ", recompute" : "",
+                       parallel::optimizer_name(optimizer));
   }
 };
 
@@ -71,13 +76,14 @@ Measured measure(const std::shared_ptr<const model::WeightSource>& source,
                           .cp_cuts = {},
                           .recompute = with.recompute,
                           .balance = false,
+                          .optimizer = with.optimizer,
                           .routes = {}};
   if (with.topology.ep > 1) {
     options.trace = "layers.*.mlp.gate.experts";
     plan.routes = routes(Trainer(source, options, mesh).run(docs));
     options.trace.clear();
   }
-  options.optimizer = parallel::OptimizerOptions{};
+  options.optimizer = parallel::OptimizerOptions{.kind = with.optimizer};
   const MemoryBytes before = tensor_memory().now;
   Trainer trainer(source, options, mesh);
   reset_tensor_memory_peak();
@@ -90,7 +96,7 @@ Measured measure(const std::shared_ptr<const model::WeightSource>& source,
     result.use.at_peak[k] -= before[k];
     result.use.peak_total -= before[k];
   }
-  result.planned = parallel::step_memory(plan, parallel::OptimizerKind::kAdamW, world().rank());
+  result.planned = parallel::step_memory(plan, world().rank());
   return result;
 }
 
@@ -124,13 +130,40 @@ TEST(StepMemory, OfFiftyMillionParametersOnFourRanksIsThatOfThePlan) {
   const auto source = std::shared_ptr<const model::WeightSource>(model::seeded_source(config, 7));
   for (const Case& with : {Case{{.fsdp = 4}, "float32", false},
                            Case{{.fsdp = 4}, "fsdp-fp32-islands", false},
-                           Case{{.fsdp = 4}, "fsdp-fp32-islands", true}}) {
+                           Case{{.fsdp = 4}, "fsdp-fp32-islands", true},
+                           Case{{.fsdp = 4}, "fsdp-fp32-islands", true, OptimizerKind::kMuon}}) {
     const Measured m = measure(source, with, {300, 200, 250, 274});
     expect_planned(m, 0.01, with.name());
     // One layer is computed with while the next one arrives.
     const int64_t layer = experts * (with.policy == "float32" ? 4 : 2);
     EXPECT_LE(m.use.peak_of(MemoryKind::kGatheredExperts), 2 * layer) << with.name();
     EXPECT_GE(m.use.peak_of(MemoryKind::kGatheredExperts), layer) << "nothing was counted";
+  }
+}
+
+/// With few tokens and large matrices, so that the optimizer's step needs more than backward: of
+/// one rank's stacks of experts in bfloat16, and of a gathered matrix.
+TEST(StepMemory, OfMuonsMatricesIsThatOfThePlan) {
+  const int64_t n = world().size();
+  if (n > 4) GTEST_SKIP() << "the model has four heads";
+  model::ModelConfig config = fifty_million();
+  if (n > 1) {
+    config = model::preset_config("mini");
+    config.intermediate_size = 4096;
+  }
+  const auto source = std::shared_ptr<const model::WeightSource>(model::seeded_source(config, 7));
+  std::vector<Topology> all{{.fsdp = n}};
+  if (n == 4) all.push_back({.dp = 2, .cp = 2});
+  for (const Topology& topology : all) {
+    Case with{topology, n == 1 ? "float32" : "float64", true, OptimizerKind::kMuon};
+    const Measured muon = measure(source, with, {3, 2, 2, 3});
+    expect_planned(muon, 0.1, with.name());
+    with.optimizer = OptimizerKind::kAdamW;
+    const Measured adamw = measure(source, with, {3, 2, 2, 3});
+    expect_planned(adamw, 0.1, with.name());
+    EXPECT_GT(muon.use.peak_of(MemoryKind::kActivations),
+              1.3 * static_cast<double>(adamw.use.peak_of(MemoryKind::kActivations)))
+        << "Muon's matrices are not what was measured";
   }
 }
 
@@ -147,8 +180,13 @@ TEST(StepMemory, OfEveryAxisIsThatOfThePlan) {
   for (const Topology& topology : all) {
     for (const Case& with : {Case{topology, "fsdp-fp32-islands", false},
                              Case{topology, "fsdp-fp32-islands", true},
-                             Case{topology, "invariant-bf16", false}}) {
-      if (topology.tp > 1 && with.policy.starts_with("invariant")) continue;  // no exact gradients
+                             Case{topology, "invariant-bf16", false},
+                             Case{topology, "fsdp-fp32-islands", true, OptimizerKind::kMuon},
+                             Case{topology, "float64", false, OptimizerKind::kMuon}}) {
+      // No exact gradients there, and no whole matrices.
+      if (topology.tp > 1 &&
+          (with.policy.starts_with("invariant") || with.optimizer == OptimizerKind::kMuon))
+        continue;
       expect_planned(measure(source, with, {200, 57, 1, 254}), 0.1, with.name());
     }
   }

@@ -69,6 +69,7 @@ std::vector<Topology> some_topologies() {
 struct Case {
   std::string name, policy, sums, states;  ///< D61, D62
   bool recompute;
+  parallel::OptimizerKind optimizer = parallel::OptimizerKind::kAdamW;
 };
 
 class StepBytes : public testing::TestWithParam<Case> {};
@@ -80,11 +81,14 @@ TEST_P(StepBytes, OfEveryAxisAreThoseOfTheFormula) {
   options.numerics.set("D62", GetParam().states);
   options.recompute = GetParam().recompute;
   options.trace = "layers.*.mlp.gate.experts";
-  options.optimizer = parallel::OptimizerOptions{};
+  options.optimizer = parallel::OptimizerOptions{.kind = GetParam().optimizer};
   options.router_bias_speed = 1e-3;
   const Documents docs = tiny_documents({33, 1, 12, 25, 40}, 3);
   for (const Topology& topology : some_topologies()) {
-    if (topology.tp > 1 && options.numerics.invariant()) continue;  // has no exact gradients
+    // No exact gradients there, and no whole matrices.
+    if (topology.tp > 1 &&
+        (options.numerics.invariant() || GetParam().optimizer == parallel::OptimizerKind::kMuon))
+      continue;
     const parallel::Mesh mesh = parallel::Mesh::create(world(), topology);
     Trainer trainer(tiny(), options, mesh);
     const std::map<int64_t, Tensor> experts = routes(trainer.run(docs));
@@ -98,6 +102,7 @@ TEST_P(StepBytes, OfEveryAxisAreThoseOfTheFormula) {
                                   .cp_cuts = {},
                                   .recompute = options.recompute,
                                   .balance = true,
+                                  .optimizer = GetParam().optimizer,
                                   .routes = experts};
     const std::vector<Traffic> lines = parallel::step_traffic(plan, world().rank());
     Totals expected = by_formula(lines);
@@ -128,13 +133,21 @@ TEST_P(StepBytes, OfEveryAxisAreThoseOfTheFormula) {
 INSTANTIATE_TEST_SUITE_P(
     Numerics,
     StepBytes,
-    testing::Values(Case{"Float32", "float32", "one", "handover", false},
-                    Case{"BFloat16SplitSumsAffineStatesRecompute",
-                         "fsdp-fp32-islands",
-                         "tp",
-                         "affine-fp32",
-                         true},
-                    Case{"InvariantBfloat16", "invariant-bf16", "one", "handover", true}),
+    testing::Values(
+        Case{"Float32", "float32", "one", "handover", false},
+        Case{"BFloat16SplitSumsAffineStatesRecompute",
+             "fsdp-fp32-islands",
+             "tp",
+             "affine-fp32",
+             true},
+        Case{"InvariantBfloat16", "invariant-bf16", "one", "handover", true},
+        Case{"Float32Muon", "float32", "one", "handover", false, parallel::OptimizerKind::kMuon},
+        Case{"InvariantBfloat16Muon",
+             "invariant-bf16",
+             "one",
+             "handover",
+             true,
+             parallel::OptimizerKind::kMuon}),
     [](const auto& c) { return c.param.name; });
 
 /// What one training step on these documents moved and left.
@@ -247,8 +260,16 @@ TEST(Footprint, IsThatOfTheShards) {
       if (shard.spec.trainable) trained += static_cast<int64_t>(shard.value.nbytes());
     }
     parallel::Footprint sum;
-    for (const parallel::Footprint& f :
-         parallel::footprint(config, num, topology, world().rank())) {
+    const Packing batch = Packing::whole({0, 1});
+    const parallel::StepPlan plan{.config = config,
+                                  .num = num,
+                                  .topology = topology,
+                                  .batch = batch,
+                                  .cp_cuts = {},
+                                  .recompute = false,
+                                  .balance = false,
+                                  .routes = {}};
+    for (const parallel::Footprint& f : parallel::footprint(plan, world().rank())) {
       sum.elements += f.elements;
       sum.parameters += f.parameters;
       sum.gradients += f.gradients;

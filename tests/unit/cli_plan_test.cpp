@@ -3,8 +3,10 @@
 #include <nlohmann/json.hpp>
 #include <sstream>
 
+#include "harness/sync/transfer_plan.hpp"
 #include "model/checkpoint/parameters.hpp"
 #include "model/config/config_json.hpp"
+#include "model/layers/parameter_policy.hpp"
 #include "parallel/plan/step_memory.hpp"
 #include "parallel/plan/traffic.hpp"
 #include "tests/unit/cli_program_support.hpp"
@@ -155,8 +157,7 @@ TEST_F(Plan, EveryRankOfAKindHasItsOwnFigures) {
       EXPECT_EQ(line["bytes_sent"], lines[i].bytes_sent) << rank << " " << lines[i].what;
       EXPECT_EQ(line["bytes_received"], lines[i].bytes_received) << rank << " " << lines[i].what;
     }
-    EXPECT_EQ(planned["peak_bytes"]["all"],
-              parallel::step_memory(step, parallel::OptimizerKind::kAdamW, rank).peak_total);
+    EXPECT_EQ(planned["peak_bytes"]["all"], parallel::step_memory(step, rank).peak_total);
   }
 }
 
@@ -193,6 +194,9 @@ TEST_F(Plan, PrintsTables) {
                            "bytes sent in a step",
                            "TFLOP/s",
                            "latents",
+                           "with adamw, offload none",
+                           "  ####",
+                           "313326811966",
                            "GiB"}) {
     EXPECT_THAT(outcome.output, HasSubstr(part));
   }
@@ -234,6 +238,168 @@ TEST_F(Plan, AddsUpMemoryOfHostsAndArithmetic) {
   const Json near = with({"--topology", "fsdp=2,cp=2", "--ranks-per-host", "4", "--network", "1"});
   EXPECT_LT(near["ranks"][0]["traffic_seconds"].get<double>(),
             four["ranks"][0]["traffic_seconds"].get<double>() / 10);
+}
+
+TEST_F(Plan, CountsTheParametersOfTheRealModelWithAndWithoutItsMtpLayer) {
+  const std::vector<std::string> flash = {"--config", "glm-5.3-flash", "--documents", "64"};
+  const auto model_of = [&](const char* optimizer) {
+    std::vector<std::string> words = flash;
+    words.insert(words.end(), {"--optimizer", optimizer});
+    return first_of_long(words)["model"];
+  };
+  const Json adamw = model_of("adamw"), muon = model_of("muon");
+  const auto expect = [](const Json& size, int64_t parameters, int64_t active, int64_t looked_up) {
+    EXPECT_EQ(size["parameters"], parameters);
+    EXPECT_EQ(size["active"], active);
+    EXPECT_EQ(size["active_with_embedding"], active + looked_up);
+  };
+  const int64_t embedding = 154880 * 4096, mtp = 7'432'592'416;
+  // 313.3B, 16.7B and 17.4B; with MTP 320.8B and 17.8B. 280 of 288 experts rest.
+  expect(adamw, 313'326'811'966, 16'742'333'246, embedding);
+  expect(adamw["with_mtp"],
+         313'326'811'966 + mtp,
+         16'742'333'246 + mtp - int64_t{280} * 3 * 4096 * 2048,
+         embedding);
+  const auto tera = [](const Json& bytes) { return bytes.get<double>() * 1e-12; };
+  EXPECT_NEAR(tera(adamw["weights_only_bytes"]), 0.627, 5e-4);
+  EXPECT_NEAR(tera(adamw["with_mtp"]["weights_only_bytes"]), 0.642, 5e-4);
+  // 14 bytes a parameter: bfloat16 weights, float32 masters and two moments.
+  EXPECT_NEAR(tera(adamw["training_bytes"]), 14 * 0.313327, 2e-3);
+  EXPECT_NEAR(tera(adamw["with_mtp"]["training_bytes"]), 14 * 0.320759, 2e-3);
+  // Muon has one state of matrices.
+  const double moments = tera(adamw["training_bytes"]) - tera(muon["training_bytes"]);
+  EXPECT_NEAR(moments, 4 * (0.313327 - 2 * 0.000634), 1e-3);
+  EXPECT_FALSE(first_of(plan({"--config", "tiny", "--json"}))["model"].contains("with_mtp"));
+}
+
+TEST_F(Plan, OffloadMovesTheStateOfTheOptimizerAndMastersAndGradientsToTheHost) {
+  const auto with = [&](const char* offload, const char* optimizer) {
+    return first_of(plan({"--config",
+                          "tiny",
+                          "--documents",
+                          "100,31",
+                          "--topology",
+                          "fsdp=2,cp=2,ep=2",
+                          "--ranks-per-host",
+                          "2",
+                          "--policy",
+                          "fsdp-bf16",
+                          "--offload",
+                          offload,
+                          "--optimizer",
+                          optimizer,
+                          "--json"}));
+  };
+  const auto sum = [](const Json& plan, const char* key) {
+    int64_t bytes = 0;
+    for (const Json& rank : plan["ranks"]) {
+      for (const Json& part : rank["memory"]) bytes += part[key].get<int64_t>();
+    }
+    return bytes;
+  };
+  const auto peak = [](const Json& plan, const char* kind) {
+    int64_t bytes = 0;
+    for (const Json& rank : plan["ranks"]) bytes += rank["peak_bytes"][kind].get<int64_t>();
+    return bytes;
+  };
+  int64_t computed = 0;  // bytes of trained parameters as they are computed with
+  const model::Numerics num = model::Numerics::policy("fsdp-bf16");
+  for (const model::Parameter& p : model::expected_parameters(model::preset_config("tiny"))) {
+    if (p.frozen || p.buffer) continue;
+    computed += p.numel() * (model::parameter_dtype(p.name, num) == at::kFloat ? 4 : 2);
+  }
+  for (const char* optimizer : {"adamw", "sgd"}) {
+    const bool adamw = std::string_view(optimizer) == "adamw";
+    const Json none = with("none", optimizer), some = with("optimizer", optimizer),
+               full = with("full", optimizer);
+    const int64_t trained = sum(none, "gradient_bytes") / 4,
+                  frozen = sum(none, "parameter_bytes") - 4 * trained,
+                  state = adamw ? 8 * trained : 0;
+    EXPECT_EQ(sum(none, "optimizer_bytes"), state);
+    EXPECT_EQ(sum(none, "host_bytes"), 0);
+    EXPECT_EQ(sum(some, "optimizer_bytes"), 0);
+    EXPECT_EQ(sum(some, "host_bytes"), state);
+    EXPECT_EQ(sum(some, "gradient_bytes"), 4 * trained);
+    // Masters, state and gradients as computed: 14 bytes of most, with AdamW.
+    EXPECT_EQ(sum(full, "host_bytes"), 4 * trained + state + computed);
+    EXPECT_EQ(sum(full, "gradient_bytes"), 0);
+    EXPECT_EQ(sum(full, "parameter_bytes"), computed + frozen);
+    EXPECT_EQ(peak(none, "moments"), state);
+    EXPECT_EQ(peak(some, "moments"), state) << "they come for the step";
+    EXPECT_EQ(peak(full, "moments") + peak(full, "masters"), 0);
+    EXPECT_LT(peak(full, "all"), peak(some, "all"));
+    if (adamw) {
+      EXPECT_LT(peak(some, "all"), peak(none, "all"));
+    }
+    int64_t hosts = 0;
+    for (const Json& host : full["hosts"]) hosts += host["host_bytes"].get<int64_t>();
+    EXPECT_EQ(hosts, sum(full, "host_bytes"));
+  }
+  const std::vector<std::string> muon = {"--config", "tiny", "--optimizer", "muon"};
+  const auto refused = [&](std::vector<std::string> more) {
+    more.insert(more.begin(), muon.begin(), muon.end());
+    return plan(std::move(more));
+  };
+  expect_refused(refused({"--offload", "full"}), 2, {"all rows of a matrix", "offload optimizer"});
+  expect_refused(refused({"--topology", "tp=2"}), 2, {"whole matrices", "tp = 2"});
+  expect_refused(refused({"--offload", "all"}), 2, {"'all'", "none, optimizer or full"});
+  expect_refused(plan({"--config", "tiny", "--optimizer", "lion"}), 2, {"adamw, sgd or muon"});
+}
+
+TEST_F(Plan, PredictsTheWeightSync) {
+  for (const bool colocated : {false, true}) {
+    std::vector<std::string> words = {"--config",
+                                      "tiny",
+                                      "--topology",
+                                      "dp=2,fsdp=2,ep=2",
+                                      "--documents",
+                                      "10,10,10,10",
+                                      "--policy",
+                                      "fsdp-fp32-islands",
+                                      "--engine-tp",
+                                      "2",
+                                      "--engine-policy",
+                                      "vllm-bf16",
+                                      "--json"};
+    if (colocated) words.emplace_back("--colocated");
+    const Json sync = first_of(plan(words))["weight_sync"];
+    const TransferPlan transfers({model::preset_config("tiny"),
+                                  model::Numerics::policy("fsdp-fp32-islands"),
+                                  model::Numerics::policy("vllm-bf16"),
+                                  {.dp = 2, .fsdp = 2, .ep = 2},
+                                  {.tp = 2},
+                                  consecutive_ranks(0, 4),
+                                  consecutive_ranks(colocated ? 0 : 4, 2)},
+                                 1 << 20);
+    ASSERT_EQ(sync["ranks"].size(), colocated ? 4U : 6U);
+    int64_t all = 0;
+    for (int64_t rank = 0; rank < static_cast<int64_t>(sync["ranks"].size()); ++rank) {
+      const Json& planned = sync["ranks"][static_cast<size_t>(rank)];
+      EXPECT_EQ(planned["bytes_sent"], transfers.bytes_sent(rank));
+      EXPECT_EQ(planned["bytes_received"], transfers.bytes_received(rank));
+      EXPECT_EQ(planned["bytes_received"].get<int64_t>() + planned["bytes_own"].get<int64_t>(),
+                transfers.part_bytes(rank));
+      all += transfers.bytes_sent(rank);
+    }
+    EXPECT_EQ(sync["bytes"], all);
+  }
+  write("sync.toml", R"(
+[model]
+preset = "tiny"
+[data]
+documents = [20, 3]
+[run.trainer]
+topology = { fsdp = 2 }
+[run.served]
+engine = "inference"
+weights_from = "trainer"
+)");
+  const Outcome outcome = plan({path("sync.toml")});
+  EXPECT_THAT(outcome.output, HasSubstr("weight sync of fsdp=2 into an engine float32 of tp = 1"));
+  expect_refused(plan({"--config", "tiny", "--engine-tp", "64"}), 2, {"tp = 64", "use tp <="});
+  expect_refused(plan({"--config", "tiny", "--topology", "dp=100000", "--engine-tp", "2"}),
+                 2,
+                 {"100000 x 2 ranks", "--engine-tp"});
 }
 
 TEST_F(Plan, TellsWhyCpIsBlocked) {
