@@ -27,6 +27,7 @@ import transformers
 
 import indexer_fp8
 import make_hf_checkpoint
+import reorder
 import seeded
 import sketch
 import weights as W
@@ -95,32 +96,20 @@ def flatten(run: dict) -> dict:
     return flat | {"grads/" + k: v for k, v in run.get("grads", {}).items()}
 
 
-def hidden_activation(name: str, width: int, D: int, n: int) -> int:
-    """How many copies of the hidden channels the last dimension of an activation holds (0: none)."""
-    name = name.removeprefix("activations/")
-    leaf = name.split(".")[-1]
-    if leaf in ("input_layernorm", "post_attention_layernorm", "self_attn", "mlp", "experts", "shared_experts", "collapsed", "norm"):
-        return 1
-    return n if name.removeprefix("layers.").isdigit() else 0
-
-
 def spread_of(case: dict, weights: dict, docs: list, want: dict, precision: str, replay: dict | None = None, runs: int = SPREAD_RUNS) -> dict:
-    """Error of `runs` equally valid runs: the model as it is, and with its hidden channels in other orders and its loss on other scales.
+    """Error of `runs` equally valid runs: the model as it is, and with its channels in other orders and its loss on other scales.
 
     A scale that is no power of two makes every rounding of backward another one. Another order alone hardly changes any in bfloat16.
     """
-    D, n, errors = case["config"]["hidden_size"], case["config"]["hc_mult"], {}
+    errors = {}
     for r in range(runs):
-        order = torch.arange(D) if r == 0 else torch.from_numpy(np.argsort(seeded.uniform(r, "hidden-order", D), kind="stable"))
-        back = torch.argsort(order)
+        moves = reorder.plan(case["config"], case["specs"], r)
         scale = 2.0 ** (r * 0.618 % 1.0)  # even over the mantissas, for any number of runs
-        reference = Reference(case, W.permute_hidden(case["specs"], weights, order), precision)
+        reference = Reference(case, reorder.apply(moves, weights), precision)
         run = reference.forward(docs, grads=True, replay=replay, loss_scale=scale)
-        run["grads"] = W.permute_hidden(case["specs"], run["grads"], back)
+        run["grads"] = reorder.apply(moves, run["grads"], back=True)
+        run["activations"] = {k: reorder.activation_back(moves, case["config"], k, v) for k, v in run["activations"].items()}
         for k, v in flatten(run).items():
-            copies = hidden_activation(k, v.shape[-1] if v.dim() else 0, D, n) if k.startswith("activations/") else 0
-            if copies:
-                v = W._apply(v, 1, copies, back)
             errors.setdefault(k, []).append(rel_l2(v, want[k]))
     return errors
 

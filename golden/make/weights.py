@@ -20,7 +20,7 @@ class Spec:
     dtype: str  # "BF16" or "F32", as a released file declares it
     offset: float
     amplitude: float
-    hidden: tuple  # (dimension, copies): which dimension runs over hidden channels, for the channel permutation; () if none
+    hidden: tuple  # (dimension, copies): which dimension runs over hidden channels (reorder.py); () if none
 
 
 def _rule(name: str, shape: tuple, softplus: bool):
@@ -143,17 +143,6 @@ def sha256(specs: list, weights: dict) -> str:
         w = weights[s.name]
         digest.update((w.view(torch.int16) if w.dtype == torch.bfloat16 else w).numpy().tobytes())
     return digest.hexdigest()
-
-
-def _apply(tensor, dim, copies, order):
-    full = torch.cat([order + j * len(order) for j in range(copies)])
-    return tensor.index_select(dim, full)
-
-
-def permute_hidden(specs: list, tensors: dict, order: torch.Tensor) -> dict:
-    """The same model with hidden channel order[j] at place j (mathematically identical)."""
-    hidden = {s.name: s.hidden for s in specs}
-    return {k: _apply(t, *hidden[k], order) if hidden[k] else t for k, t in tensors.items()}
 
 
 def to_reference(weights: dict, layers: int) -> dict:
