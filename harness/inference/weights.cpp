@@ -12,6 +12,8 @@ namespace {
 
 using model::Switch;
 
+constexpr int64_t kHeadBlock = 128;  // rows of the head that are widened at a time
+
 /// Flat bytes of a contiguous CPU tensor.
 void add_bytes(ByteDigest& digest, const Tensor& tensor) {
   digest.add(tensor.const_data_ptr(), tensor.nbytes());
@@ -59,7 +61,18 @@ EngineWeights::EngineWeights(const std::shared_ptr<const model::WeightSource>& s
   plain("embed_tokens", "embed_tokens.weight");
   for (int64_t layer = 0; layer < config_.num_hidden_layers; ++layer) add_layer(layer);
   plain("norm", "norm.weight");
-  plain("lm_head", config_.tie_word_embeddings ? "embed_tokens.weight" : "lm_head.weight");
+  const std::string head = config_.tie_word_embeddings ? "embed_tokens.weight" : "lm_head.weight";
+  if (incoming_.at(head).dtype != num_.acc() && num_.is<Switch::kHeadOutput>("fp32")) {
+    add({.name = "lm_head",
+         .sources = {head},
+         .derivation = fmt::format("{}, widened", head),
+         .derived = true,
+         .derive = [acc = num_.acc()](const std::vector<Tensor>& in) { return in[0].to(acc); },
+         .block = kHeadBlock,
+         .value = at::empty(incoming_.at(head).shape, at::TensorOptions(num_.acc()))});
+  } else {
+    plain("lm_head", head);
+  }
   std::erase_if(incoming_, [](const auto& entry) { return entry.second.consumers.empty(); });
   begin_update(version_);
   load(source);

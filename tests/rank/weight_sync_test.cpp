@@ -28,7 +28,7 @@ std::shared_ptr<const model::WeightSource> other() {
   return source;
 }
 
-/// A trainer with the weights of `other`, and an engine with those of tiny(), on some ranks each.
+/// A trainer with the weights of `trained`, and an engine with those of tiny(), on some ranks each.
 struct Job {
   Job(const Topology& from,
       int64_t tp,
@@ -36,7 +36,8 @@ struct Job {
       const model::Numerics& engine_numerics,
       bool apart = false,
       int64_t bucket_bytes = 20000,
-      bool masters = false)
+      bool masters = false,
+      const std::shared_ptr<const model::WeightSource>& trained = other())
       : first(apart ? from.num_ranks() : 0), engine_policy(engine_numerics) {
     const model::Numerics trainer_numerics = model::Numerics::policy(trainer_policy);
     const int64_t own = world().rank();
@@ -52,12 +53,13 @@ struct Job {
       harness::TrainerOptions training;
       training.numerics = trainer_numerics;
       if (masters) training.optimizer = parallel::OptimizerOptions{};
-      trainer = std::make_unique<harness::Trainer>(other(), training, *trainer_mesh);
+      trainer = std::make_unique<harness::Trainer>(trained, training, *trainer_mesh);
     }
     if (serves) {
       options.numerics = engine_numerics;
       options.prefill_chunk = 13;
       options.decode = 6;
+      options.trace = "*.mlp.gate.experts";
       engine = std::make_unique<harness::Inference>(tiny(), options, *engine_mesh);
     }
     sync = std::make_unique<WeightSync>(
@@ -235,6 +237,46 @@ TEST(WeightSync, KeepsTheDtypesThatTheRulesName) {
     EXPECT_THAT(job.engine->weights().stale(), testing::IsEmpty()) << policy;
     EXPECT_EQ(job.engine->weights().holds("layers.3.mlp.experts.w13.scale"), fp8);
   }
+}
+
+TEST(WeightSync, B13TheRouterBiasArrivesAsItIsAndDecidesAsInTheTrainer) {
+  // Experts 4 and 5 have equal scores; 9 and 10 always come before them, all others after.
+  const std::string gate = "layers.1.mlp.gate.";
+  std::map<std::string, Tensor> weights;
+  for (const std::string& name : other()->names()) weights[name] = other()->load(name).clone();
+  Tensor& router = weights.at(gate + "weight");
+  router[5].copy_(router[4]);
+  Tensor bias = at::full({12}, -2.0, at::kFloat);
+  bias[4] = 0.5;
+  bias[5] = 0.5 + 1.0 / 1024;  // 0.5 in bfloat16, and then expert 4 has the lower number
+  bias[9] = bias[10] = 3.0;
+  weights[gate + "e_score_correction_bias"] = bias;
+  const std::shared_ptr<const model::WeightSource> source =
+      model::memory_source(tiny()->config(), weights);
+  const Job job(Topology{.fsdp = world().size()},
+                std::min<int64_t>(world().size(), 2),
+                "fsdp-fp32-islands",
+                model::Numerics::policy("vllm-bf16"),
+                false,
+                20000,
+                false,
+                source);
+  job.run(2, job.offer());
+  const harness::Documents docs = tiny_documents({256});
+  const auto experts = [&](const auto& trace) {
+    for (const auto& [name, value] : trace)
+      if (name == gate + "experts") return std::get<0>(value.sort(1));
+    return Tensor();
+  };
+  harness::TrainerOptions training;
+  training.numerics = model::Numerics::policy("fsdp-fp32-islands");
+  training.trace = "*.mlp.gate.experts";
+  const Tensor want =
+      experts(harness::Trainer(source, training, parallel::Mesh::single()).run(docs).trace);
+  EXPECT_TRUE(same_bytes(want, at::tensor({5, 9, 10}, want.options()).expand({256, 3})));
+  if (!job.serves) return;
+  EXPECT_TRUE(same_bytes(job.engine->weights().at(gate + "e_score_correction_bias"), bias));
+  EXPECT_TRUE(same_bytes(experts(job.engine->run(docs).trace), want));
 }
 
 /// The message of the error that run() throws.

@@ -361,6 +361,38 @@ TEST(Inference, EveryTensorFollowsAnUpdateAndAStaleOneIsNamed) {
   }
 }
 
+TEST(Inference, B15TheWideCopyOfTheHeadFollowsEveryUpdate) {
+  const Documents docs = tiny_documents({30, 9});
+  model::Numerics num = model::Numerics::policy("vllm-bf16");
+  num.set("head_output", "fp32");
+  const InferenceOptions options = Way{7, 5, 16, 0}.options(num);
+  for (const bool tied : {false, true}) {
+    model::ModelConfig config = model::preset_config("tiny");
+    config.tie_word_embeddings = tied;
+    const auto weights = [&](uint64_t seed) {
+      return std::shared_ptr<const model::WeightSource>(model::seeded_source(config, seed));
+    };
+    Inference engine(weights(7), options, parallel::Mesh::single());
+    const harness::EngineWeights& held = engine.weights();
+    EXPECT_EQ(held.at("lm_head").scalar_type(), at::kFloat);
+    EXPECT_EQ(held.at("embed_tokens").scalar_type(), at::kBFloat16);
+    const void* const storage = held.at("lm_head").const_data_ptr();
+    Tensor last = engine.run(docs).logits;
+    for (const uint64_t seed : {8, 9}) {
+      engine.update(weights(seed));
+      const Tensor got = engine.run(docs).logits;
+      EXPECT_TRUE(same_bytes(got, served(weights(seed), docs, options).logits)) << tied << seed;
+      EXPECT_FALSE(same_bytes(got, last)) << tied << seed;
+      last = got;
+    }
+    EXPECT_EQ(held.at("lm_head").const_data_ptr(), storage) << "a forward may hold the old one";
+    // The parameter arrives, the copy is forgotten.
+    engine.update(weights(7), {"lm_head"});
+    EXPECT_THAT(held.stale(), testing::ElementsAre("lm_head"));
+    EXPECT_THROW(engine.run(docs), Error);
+  }
+}
+
 TEST(Inference, RefusesWhatItCannotRun) {
   InferenceOptions o;
   o.page_size = 0;
