@@ -93,14 +93,14 @@ Sides sides_of(const Scenario& scenario, const AttributeOptions& options) {
   return sides;
 }
 
-/// Workloads and meshes of all runs, each made once.
+/// Workloads of all runs, each made once.
 class Bench {
  public:
   Bench(const Scenario& scenario, const parallel::Session& session)
       : scenario_(scenario), session_(session) {}
 
   RunOutput operator()(const RunSpec& run, int64_t seed) {
-    return execute_run(run, workload(seed), mesh(run.topology), {}, choice(run.replay, seed));
+    return execute_run_for_all(run, workload(seed), session_.world(), choice(run.replay, seed));
   }
 
  private:
@@ -114,8 +114,9 @@ class Bench {
     run.grads = false;
     const Workload& work = workload(seed);
     return choices_
-        .emplace(seed,
-                 expert_choice(execute_run(run, work, mesh(run.topology)), work.source->config()))
+        .emplace(
+            seed,
+            expert_choice(execute_run_for_all(run, work, session_.world()), work.source->config()))
         .first->second;
   }
   const Workload& workload(int64_t seed) {
@@ -138,27 +139,13 @@ class Bench {
     return workloads_.emplace(seed, std::move(work)).first->second;
   }
 
-  /// A run on one rank is done by every rank, so that all know its result.
-  const parallel::Mesh& mesh(const model::Topology& topology) {
-    const std::string key = model::to_string(topology);
-    const auto known = meshes_.find(key);
-    if (known != meshes_.end()) return known->second;
-    return meshes_
-        .emplace(key,
-                 topology.num_ranks() == 1 ? parallel::Mesh::single()
-                                           : parallel::Mesh::create(session_.world(), topology))
-        .first->second;
-  }
-
   const Scenario& scenario_;
   const parallel::Session& session_;
   std::map<int64_t, Workload> workloads_;
   std::map<int64_t, std::vector<Tensor>> choices_;  ///< one side at most replays
-  std::map<std::string, parallel::Mesh> meshes_;
 };
 
 int64_t ranks_of(const Sides& sides) {
-  const int64_t from = sides.from.topology.num_ranks(), to = sides.to.topology.num_ranks();
   LOCKSTEP_CHECK(
       sides.from.replay.empty() && (sides.to.replay.empty() || sides.to.replay == sides.from.name),
       kConfig,
@@ -166,16 +153,7 @@ int64_t ranks_of(const Sides& sides) {
       "--from is the run it takes them from",
       sides.from.replay.empty() ? sides.to.name : sides.from.name,
       sides.from.replay.empty() ? sides.to.replay : sides.from.replay);
-  LOCKSTEP_CHECK(
-      from == to || from == 1 || to == 1,
-      kMesh,
-      "attribute: {} has {} ranks and {} has {}; both sides need the same number, or one "
-      "of them a single rank",
-      sides.from.name,
-      from,
-      sides.to.name,
-      to);
-  return std::max(from, to);
+  return std::max(sides.from.num_ranks(), sides.to.num_ranks());
 }
 
 Tensor dumped_logprobs(const std::filesystem::path& file) {

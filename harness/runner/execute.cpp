@@ -4,6 +4,8 @@
 #include <chrono>
 #include <cmath>
 #include <memory>
+#include <optional>
+#include <sstream>
 
 #include "harness/inference/byte_digest.hpp"
 #include "harness/inference/inference.hpp"
@@ -33,6 +35,90 @@ void check_agreement(const TrainerResult& result, const parallel::Group& ranks) 
   }
 }
 
+/// `text` of the root, whose size is known to all.
+std::string broadcast_text(const std::string& text,
+                           int64_t size,
+                           int64_t root,
+                           const parallel::Group& ranks,
+                           std::string_view what) {
+  Tensor bytes = at::zeros({size}, at::kByte);
+  auto* data = reinterpret_cast<char*>(bytes.mutable_data_ptr<uint8_t>());
+  if (root == ranks.rank()) text.copy(data, text.size());
+  ranks.broadcast(bytes, root, what);
+  return {data, static_cast<size_t>(size)};
+}
+
+/// Calls `body`. What it finds wrong with a run on one rank is thrown by all of them, so that none
+/// goes on alone; a lost peer, or our own fault, only where it is met.
+template <typename Body>
+void together(const parallel::Group& world, const Body& body) {
+  std::optional<Error> own;
+  try {
+    body();
+  } catch (const Error& error) {
+    if (error.kind() == ErrorKind::kComm || error.kind() == ErrorKind::kInternal) throw;
+    own = error;
+  }
+  if (world.size() == 1) {
+    if (own) throw Error(*own);
+    return;
+  }
+  const std::string text = own ? own->what() : "";
+  const std::vector<int64_t> kinds =
+      world.all_gather(own ? static_cast<int64_t>(own->kind()) : -1, "errors of a run");
+  for (size_t r = 0; r < kinds.size(); ++r) {
+    if (kinds[r] < 0) continue;
+    const auto root = static_cast<int64_t>(r);
+    const int64_t size = world.all_reduce_max(
+        root == world.rank() ? static_cast<int64_t>(text.size()) : 0, "errors of a run");
+    throw Error(static_cast<ErrorKind>(kinds[r]),
+                broadcast_text(text, size, root, world, "errors of a run"));
+  }
+}
+
+/// Gives every rank what rank 0 has. Shapes and dtypes travel first, as text.
+void share(RunOutput& output, const parallel::Group& world) {
+  std::vector<std::pair<std::string, Tensor>> tensors = {{"logits", output.logits},
+                                                         {"logprobs", output.logprobs}};
+  tensors.insert(tensors.end(), output.trace.begin(), output.trace.end());
+  std::string text;
+  for (const auto& [name, tensor] : tensors) {
+    if (!tensor.defined()) continue;
+    text += fmt::format("{} {} {}", name, static_cast<int>(tensor.scalar_type()), tensor.dim());
+    for (const int64_t size : tensor.sizes()) text += fmt::format(" {}", size);
+    text += '\n';
+  }
+  const bool root = world.rank() == 0;
+  const int64_t size =
+      world.all_reduce_max(root ? static_cast<int64_t>(text.size()) : 0, "result of a run");
+  std::istringstream lines(broadcast_text(text, size, 0, world, "result of a run"));
+  std::map<std::string, Tensor> known(tensors.begin(), tensors.end());
+  RunOutput all;
+  for (std::string name; lines >> name;) {
+    int dtype = 0;
+    size_t dims = 0;
+    lines >> dtype >> dims;
+    std::vector<int64_t> shape(dims);
+    for (int64_t& d : shape) lines >> d;
+    Tensor tensor =
+        root ? known.at(name).contiguous() : at::empty(shape, static_cast<at::ScalarType>(dtype));
+    if (tensor.numel() > 0) {
+      Tensor bytes = tensor.view({-1}).view(at::kByte);
+      world.broadcast(bytes, 0, "result of a run");
+    }
+    if (name == "logits") {
+      all.logits = tensor;
+    } else if (name == "logprobs") {
+      all.logprobs = tensor;
+    } else {
+      all.trace.emplace_back(name, tensor);
+    }
+  }
+  output.logits = all.logits;
+  output.logprobs = all.logprobs;
+  output.trace = std::move(all.trace);
+}
+
 /// What makes the numbers of a run worthless, the same on every rank. Ranks hold different parts of
 /// the weights; the first that found something is believed.
 std::vector<std::string> warnings_of(const std::string& text,
@@ -42,11 +128,7 @@ std::vector<std::string> warnings_of(const std::string& text,
       ranks.all_gather(static_cast<int64_t>(text.size()), "warnings");
   for (size_t r = 0; r < sizes.size(); ++r) {
     if (sizes[r] == 0) continue;
-    Tensor bytes = at::zeros({sizes[r]}, at::kByte);
-    auto* data = reinterpret_cast<char*>(bytes.mutable_data_ptr<uint8_t>());
-    if (static_cast<int64_t>(r) == ranks.rank()) text.copy(data, text.size());
-    ranks.broadcast(bytes, static_cast<int64_t>(r), "warnings");
-    return {std::string(data, static_cast<size_t>(sizes[r]))};
+    return {broadcast_text(text, sizes[r], static_cast<int64_t>(r), ranks, "warnings")};
   }
   if (std::isfinite(loss)) return {};
   return {fmt::format(
@@ -144,9 +226,11 @@ RunOutput run_synchronised(const RunSpec& run,
                        engines = mesh_on(world, run.topology);
   std::unique_ptr<Trainer> trainer;
   std::unique_ptr<Inference> engine;
-  if (trainers.active()) trainer = make_trainer(from, work, trainers, progress, {});
-  if (engines.active())
-    engine = std::make_unique<Inference>(work.source, inference_options(run, progress), engines);
+  together(world, [&] {
+    if (trainers.active()) trainer = make_trainer(from, work, trainers, progress, {});
+    if (engines.active())
+      engine = std::make_unique<Inference>(work.source, inference_options(run, progress), engines);
+  });
   WeightSync sync(world,
                   {work.source->config(),
                    numerics_of(from),
@@ -210,6 +294,22 @@ RunOutput execute_run(const RunSpec& run,
   }
   const std::unique_ptr<Trainer> trainer = make_trainer(run, work, mesh, progress, replay);
   return finish(run_trainer(*trainer, work, mesh), work, start);
+}
+
+RunOutput execute_run_for_all(const RunSpec& run,
+                              const Workload& work,
+                              const parallel::Group& world,
+                              const std::vector<Tensor>& replay) {
+  RunOutput output;
+  // Every rank does a run on one.
+  if (run.num_ranks() == 1 && run.trainer.empty())
+    return execute_run(run, work, parallel::Mesh::single(), {}, replay);
+  together(world, [&] { output = execute_run(run, work, world, {}, replay); });
+  if (run.topology.num_ranks() == world.size()) return output;
+  share(output, world);
+  output.cu_seqlens = work.documents.packing.cu_seqlens();
+  output.tokens = work.documents.packing.global_tokens();
+  return output;
 }
 
 void check_topology(const RunSpec& run, const model::ModelConfig& config) {

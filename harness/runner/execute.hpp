@@ -30,6 +30,13 @@ RunOutput execute_run(const RunSpec& run,
                       const StepCallback& progress = {},
                       const std::vector<Tensor>& replay = {});
 
+/// The same with the result complete on every rank of `world`, and what a rank finds wrong with the
+/// run thrown by all of them, with its message.
+RunOutput execute_run_for_all(const RunSpec& run,
+                              const Workload& work,
+                              const parallel::Group& world,
+                              const std::vector<Tensor>& replay = {});
+
 /// Throws what every rank would find wrong with the model under the run's topology (kMesh), so that
 /// none has to be started for it.
 void check_topology(const RunSpec& run, const model::ModelConfig& config);

@@ -24,6 +24,23 @@ numerics = { D12 = "unrounded" }
 policy = "fsdp-bf16"
 numerics = { D12 = "unrounded" }
 topology = { cp = 2 }
+[run.cp3]
+policy = "fsdp-bf16"
+topology = { cp = 3 }
+[run.trained]
+policy = "fsdp-bf16"
+topology = { fsdp = 3 }
+train_steps = 1
+[run.served]
+engine = "inference"
+policy = "vllm-bf16"
+weights_from = "trained"
+topology = { tp = 2 }
+[run.served-fp32-head]
+engine = "inference"
+policy = "vllm-bf16"
+numerics = { D59 = "fp32" }
+weights_from = "trained"
 [[compare]]
 left = "planted"
 right = "trainer"
@@ -63,6 +80,27 @@ TEST_F(AttributeProgram, ASideOnSeveralRanksCostsTheSame) {
   EXPECT_NEAR(a["whole"]["max_logprob"]["mean"].get<double>(),
               b["whole"]["max_logprob"]["mean"].get<double>(),
               0.1);
+}
+
+TEST_F(AttributeProgram, SidesMayDifferInRanks) {
+  const Outcome one = attribute({"--json"}),
+                two = attribute({"--from", "cp3", "--to", "cp2", "--json"});
+  ASSERT_EQ(two.exit_code, 0) << two.errors;
+  const auto a = nlohmann::json::parse(one.output), b = nlohmann::json::parse(two.output);
+  ASSERT_EQ(b["switches"].size(), 1U);
+  EXPECT_EQ(b["switches"][0]["id"], "D12");
+  EXPECT_NEAR(a["whole"]["max_logprob"]["mean"].get<double>(),
+              b["whole"]["max_logprob"]["mean"].get<double>(),
+              0.1);
+}
+
+TEST_F(AttributeProgram, SidesMayServeTheWeightsOfATrainerOnMoreRanks) {
+  const Outcome outcome = attribute({"--from", "served", "--to", "served-fp32-head", "--json"});
+  ASSERT_EQ(outcome.exit_code, 0) << outcome.errors;
+  const auto json = nlohmann::json::parse(outcome.output);
+  ASSERT_EQ(json["switches"].size(), 1U);
+  EXPECT_EQ(json["switches"][0]["id"], "D59");
+  EXPECT_GT(json["switches"][0]["alone"]["max_logprob"]["mean"].get<double>(), 0.0);
 }
 
 TEST_F(AttributeProgram, FindsTheSwitchOfADump) {
