@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "model/ops/latent_cache.hpp"
+
 namespace lockstep::harness {
 namespace {
 
@@ -41,9 +43,6 @@ Caches::Caches(const model::ModelConfig& config,
                  "inference: a page of {} tokens and {} pools; both must be at least 1",
                  sizes.page_size,
                  sizes.index_page);
-  LOCKSTEP_CHECK(num.is<Switch::kLatentCache>("bf16"),
-                 kConfig,
-                 "inference: latents are cached in the activation dtype only; set D45 = bf16");
   const auto zeros = [](at::IntArrayRef shape, at::ScalarType dtype) {
     return at::zeros(shape, dtype);
   };
@@ -61,7 +60,10 @@ Caches::Caches(const model::ModelConfig& config,
       }
     } else {
       const int64_t d = config.index_head_dim;
-      dsa.latent = zeros({(sizes.pages + 1) * sizes.page_size, config.kv_lora_rank}, num.act());
+      const int64_t rank = config.kv_lora_rank, rows = (sizes.pages + 1) * sizes.page_size;
+      dsa.latent = num.rounds<Switch::kLatentCache>("fp8")
+                       ? zeros({rows, model::fp8_latent_bytes(rank)}, at::kByte)
+                       : zeros({rows, rank}, num.act());
       if (!config.indexer_shared[layer]) {
         dsa.index = fp8_index_ ? model::empty_fp8_pages(sizes.index_pages + 1, sizes.index_page, d)
                                : zeros({(sizes.index_pages + 1) * sizes.index_page, d}, num.act());

@@ -39,7 +39,7 @@ struct KdaCache {
 };
 
 struct DsaCache {
-  Tensor latent;  ///< [slots of pages, R] act
+  Tensor latent;  ///< [slots of pages, R] act, or FP8 rows (latent_cache.hpp)
   Tensor index;   ///< [slots of index pages, d] act, or FP8 pages; undefined: shared indexer
   Tensor ring;    ///< [slots * kpool, 2 (key, gate), d] act; place p mod kpool of position p
 };

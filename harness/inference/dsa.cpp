@@ -1,5 +1,6 @@
 #include "harness/inference/mixers.hpp"
 #include "model/ops/indexer.hpp"
+#include "model/ops/latent_cache.hpp"
 #include "model/ops/linear.hpp"
 #include "model/ops/norm.hpp"
 #include "model/ops/sparse_mla.hpp"
@@ -118,6 +119,31 @@ Tensor in_slots(const Batch& batch, const Tensor& selection) {
   return at::cat(slots);
 }
 
+/// What attention reads: rows [n, R] act, and for each row of the batch those it attends to, -1 for
+/// none.
+struct Latents {
+  Tensor rows, selection;
+};
+
+/// The cache as it is; where it is FP8 (D45), the rows of the batch's requests, widened.
+Latents latents(const StepContext& ctx, const DsaCache& cache, const Tensor& selection) {
+  const Batch& batch = ctx.batch;
+  if (!ctx.num.rounds<Switch::kLatentCache>("fp8"))
+    return {cache.latent, in_slots(batch, selection)};
+  std::vector<Tensor> slots, chosen{selection.narrow(0, 0, 0)};
+  int64_t before = 0;
+  for (size_t i = 0; i < batch.parts.size(); ++i) {
+    const Batch::Part& part = batch.parts[i];
+    slots.push_back(batch.items[i].sequence->latent.slots(0, part.length()));
+    const Tensor own = selection.narrow(0, part.begin, part.count());
+    chosen.push_back(at::where(own.lt(0), own, own + before));
+    before += part.length();
+  }
+  return {model::read_fp8_latents(cache.latent, at::cat(slots), ctx.config.kv_lora_rank)
+              .to(ctx.num.act()),
+          at::cat(chosen)};
+}
+
 }  // namespace
 
 Tensor engine_dsa(const StepContext& ctx, int64_t layer, const Tensor& x_TD, Tensor& selection) {
@@ -140,7 +166,11 @@ Tensor engine_dsa(const StepContext& ctx, int64_t layer, const Tensor& x_TD, Ten
   name.record("self_attn.q_a_layernorm", cq_TR);
   const Tensor c_TR = norm(config.q_lora_rank, config.kv_lora_rank, "self_attn.kv_a_layernorm");
   name.record("self_attn.kv_a_layernorm", c_TR);
-  cache.latent.index_copy_(0, ctx.batch.latent_slots, c_TR);
+  if (num.rounds<Switch::kLatentCache>("fp8")) {
+    model::write_fp8_latents(cache.latent, ctx.batch.latent_slots, c_TR);
+  } else {
+    cache.latent.index_copy_(0, ctx.batch.latent_slots, c_TR);
+  }
 
   if (!config.indexer_shared[static_cast<size_t>(layer)]) {
     selection = select(ctx, cache, name, x_TD, cq_TR);
@@ -157,19 +187,19 @@ Tensor engine_dsa(const StepContext& ctx, int64_t layer, const Tensor& x_TD, Ten
   const Tensor q =
       project(cq_TR, "self_attn.q_b_proj").view({tokens, heads, config.qk_nope_head_dim});
   const Tensor o = timed("sparse attention", [&] {
-    const Tensor slots = in_slots(ctx.batch, selection);
+    const Latents keys = latents(ctx, cache, selection);
     return num.is<Switch::kMlaForm>("expanded")
                ? model::sparse_mla(q,
-                                   cache.latent,
+                                   keys.rows,
                                    name.weight("self_attn.kv_b_proj"),
-                                   slots,
+                                   keys.selection,
                                    config.v_head_dim,
                                    num)
                : model::sparse_mla_absorbed(q,
-                                            cache.latent,
+                                            keys.rows,
                                             name.weight("self_attn.w_k"),
                                             name.weight("self_attn.w_v"),
-                                            slots,
+                                            keys.selection,
                                             num);
   });
   const OpScope time("attention projections");
