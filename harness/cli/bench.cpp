@@ -275,6 +275,7 @@ int run_command_bench(const BenchOptions& options, const Context& context) {
   plan.repeats = options.repeats;
   plan.backward = !options.forward_only;
   plan.reference_ops = options.reference_ops;
+  plan.device = options.device;
   plan.peer = options.peer;
   Progress progress(context.quiet ? Progress::Mode::kQuiet : Progress::Mode::kAuto);
   const BenchTable table = run_bench(plan, [&](std::string_view line) { progress.line(line); });
@@ -282,16 +283,18 @@ int run_command_bench(const BenchOptions& options, const Context& context) {
     print(to_json(table, options.growth).dump(2) + "\n");
     return 0;
   }
-  print(fmt::format(
-      "model {}, policy {}, {} threads, sgemm {:.0f} GFLOP/s in this run; fastest of {}, load "
-      "average {:.1f} before, {:.1f} after\n",
-      options.preset,
-      options.policy,
-      table.threads,
-      table.sgemm_gflops,
-      plan.repeats,
-      table.load_before,
-      table.load_after));
+  print(
+      fmt::format("model {}, policy {}, device {}, {} threads, sgemm {:.0f} GFLOP/s in this run; "
+                  "fastest of {}, load "
+                  "average {:.1f} before, {:.1f} after\n",
+                  options.preset,
+                  options.policy,
+                  options.device,
+                  table.threads,
+                  table.sgemm_gflops,
+                  plan.repeats,
+                  table.load_before,
+                  table.load_after));
   print_times(table, plan.peer);
   if (plan.against) print_against(table, options);
   if (options.growth) {

@@ -132,7 +132,7 @@ void add_engine_options(CLI::App& sub, LogitsOptions& o) {
   sub.add_option(
       "--numerics", o.numerics, "Switch that differs from the policy: D09=1 (repeatable)");
   sub.add_option("--topology", o.topology, "Ranks per axis: cp=2 (starts mpirun when outside one)");
-  sub.add_option("--device", o.device, "Device")->capture_default_str();
+  sub.add_option("--device", o.device, "cpu or cuda")->capture_default_str();
   sub.add_flag("--grads", o.grads, "Also the gradient of the loss for every parameter");
   sub.add_flag("--recompute", o.recompute, "Recompute each layer in backward; less memory");
   sub.add_flag(
@@ -372,6 +372,7 @@ void add_golden_commands(Program& p) {
                    "Policies with commas between, POLICY/replay with the experts of a float64 run; "
                    "default: float64,float32,hf-bf16,hf-bf16/replay")
       ->delimiter(',');
+  verify->add_option("--device", p.golden.device, "cpu or cuda")->capture_default_str();
   CLI::Option* hashes =
       verify->add_flag("--hashes-only", p.golden.hashes_only, "Only the hashes of the manifest");
   CLI::Option* folder = verify->add_option("--data", p.golden.data, data_help);
@@ -501,7 +502,7 @@ void add_machine_commands(Program& p) {
                     p.bench.against,
                     "A second policy, timed in turns in the same run; prints the ratios");
   bench->add_option("--preset", p.bench.preset, "Model")->capture_default_str();
-  bench->add_option("--device", p.bench.device, "Device")->capture_default_str();
+  bench->add_option("--device", p.bench.device, "cpu or cuda")->capture_default_str();
   bench->add_option("--repeats", p.bench.repeats, "Runs of each size; the fastest counts")
       ->capture_default_str()
       ->check(CLI::Range(1, 100));

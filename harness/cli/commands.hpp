@@ -79,6 +79,7 @@ struct GoldenOptions {
   std::vector<std::string> cases;
   std::filesystem::path data, other;
   std::vector<std::string> policies;
+  std::string device = "cpu";
   std::vector<int64_t> fresh_seeds;  ///< verify: not the stored cases but new ones from these
   std::optional<int64_t> seed;       ///< make: the first seed to try
   bool hashes_only = false;

@@ -13,6 +13,7 @@
 #include "harness/launch/mpi_start.hpp"
 #include "harness/launch/paths.hpp"
 #include "harness/result/result.hpp"
+#include "model/base/device.hpp"
 #include "model/base/parallel.hpp"
 #include "model/base/torch.hpp"
 
@@ -134,13 +135,15 @@ Finding cuda() {
   std::error_code error;
   while (std::filesystem::exists(fmt::format("/dev/nvidia{}", devices), error)) ++devices;
   const std::string compiler = find_program("nvcc");
-  return {
-      "cuda",
-      State::kMissing,
-      fmt::format("{}, {}; this build computes on the CPU only",
-                  devices == 0 ? "no NVIDIA device" : fmt::format("{} device(s)", devices),
-                  compiler.empty() ? "no toolkit (nvcc)" : "toolkit " + compiler),
-      devices > 0 && compiler.empty() ? "install the CUDA toolkit to build the device tests" : ""};
+  const std::string& problem = cuda_problem();
+  return {"cuda",
+          problem.empty() ? State::kGood : State::kMissing,
+          fmt::format("{}, {}{}",
+                      devices == 0 ? "no NVIDIA device" : fmt::format("{} device(s)", devices),
+                      compiler.empty() ? "no toolkit (nvcc)" : "toolkit " + compiler,
+                      problem.empty() ? "" : "; " + problem),
+          devices > 0 && compiler.empty() ? "install the CUDA toolkit to build the device kernels"
+                                          : ""};
 }
 
 Finding golden_store() {

@@ -3,6 +3,7 @@
 
 #include "golden/store/golden_case.hpp"
 #include "harness/cli/commands.hpp"
+#include "harness/launch/available.hpp"
 #include "harness/launch/mpi_start.hpp"
 #include "harness/launch/paths.hpp"
 #include "harness/result/json_text.hpp"
@@ -143,7 +144,7 @@ GoldenVerifyResult verify_fresh(const GoldenOptions& options, int64_t seed, Prog
   const auto folder = cache_folder() / "golden-fresh" / fmt::format("seed-{}", seed);
   std::filesystem::remove_all(folder);
   make_goldens(folder, options, seed, progress);
-  return verify_goldens({folder, options.cases, options.policies},
+  return verify_goldens({folder, options.cases, options.policies, options.device},
                         [&](std::string_view line) { progress.line(line); });
 }
 
@@ -253,7 +254,10 @@ int run_command_golden_list(const GoldenOptions& options, const Context& context
 }
 
 int run_command_golden_verify(const GoldenOptions& options, const Context& context) {
-  const GoldenVerifyPlan plan{data_folder(options), options.cases, options.policies};
+  const GoldenVerifyPlan plan{
+      data_folder(options), options.cases, options.policies, options.device};
+  const std::string device = device_problem(options.device);
+  LOCKSTEP_CHECK(device.empty(), kConfig, "golden verify --device {}: {}", options.device, device);
   if (options.hashes_only) {
     verify_hashes(plan);
     if (!context.quiet && !context.json) print("all files are as the manifest says\n");

@@ -33,6 +33,7 @@ RunSpec run_of(const LogitsOptions& options, std::string_view command) {
   LOCKSTEP_CHECK(engine.empty(), kConfig, "--engine {}: {}", options.engine, engine);
   const std::string device = device_problem(options.device);
   LOCKSTEP_CHECK(device.empty(), kConfig, "--device {}: {}", options.device, device);
+  run.device = options.device;
   run.policy = options.policy;
   for (const std::string& text : options.numerics) {
     const size_t equals = text.find('=');

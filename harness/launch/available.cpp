@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include "model/base/device.hpp"
+
 namespace lockstep::harness {
 
 std::string engine_problem(std::string_view engine) {
@@ -11,10 +13,8 @@ std::string engine_problem(std::string_view engine) {
 
 std::string device_problem(std::string_view device) {
   if (device == "cpu") return {};
-  if (device == "cuda") {
-    return "this build computes on the CPU only; use \"cpu\"";
-  }
-  return fmt::format("unknown device '{}'; use \"cpu\"", device);
+  if (device == "cuda") return cuda_problem();
+  return fmt::format("unknown device '{}'; use \"cpu\" or \"cuda\"", device);
 }
 
 std::string topology_problem(const model::Topology& topology, std::string_view engine) {
@@ -35,6 +35,15 @@ std::string option_problem(const RunSpec& run) {
       if (option.set) return option.name;
     return nullptr;
   };
+  if (run.device == "cuda" && run.engine == "inference")
+    return "the inference engine computes on the CPU; leave the device out";
+  if (run.device == "cuda" && run.topology.num_ranks() > 1) {
+    return fmt::format(
+        "a CUDA device serves one rank, not {}; leave the device or the topology out",
+        model::to_string(run.topology));
+  }
+  if (run.device == "cuda" && run.train_steps > 0)
+    return "training steps run on the CPU; leave the device out";
   if (run.engine == "inference") {
     const char* name = first_of({{"grads", run.grads},
                                  {"recompute", run.recompute},

@@ -10,6 +10,7 @@
 #include "harness/launch/paths.hpp"
 #include "harness/trainer/trainer.hpp"
 #include "model/base/blas.hpp"
+#include "model/base/device.hpp"
 #include "model/base/heap.hpp"
 #include "model/base/parallel.hpp"
 
@@ -50,6 +51,7 @@ struct Contestant {
     TrainerOptions o;
     o.numerics = num;
     o.reference_ops = plan.reference_ops;
+    o.device = device_of(plan.device);
     o.grads = grads;
     o.logits = !grads;
     return o;

@@ -20,6 +20,7 @@ struct BenchPlan {
   model::Numerics numerics = model::Numerics::policy("float32");
   int repeats = 3;
   bool backward = true, reference_ops = false;
+  std::string device = "cpu";
   bool peer = false;                       ///< for rows of one document
   std::optional<model::Numerics> against;  ///< a second policy, measured in turns with the first
 };

@@ -11,6 +11,7 @@
 #include "harness/inference/inference.hpp"
 #include "harness/sync/weight_sync.hpp"
 #include "harness/trainer/trainer.hpp"
+#include "model/base/device.hpp"
 #include "parallel/mesh/layout.hpp"
 #include "parallel/plan/placement.hpp"
 
@@ -184,6 +185,7 @@ std::unique_ptr<Trainer> make_trainer(const RunSpec& run,
   options.recompute = run.recompute;
   options.stream_layers = run.stream_layers;
   options.reference_ops = run.reference_ops;
+  options.device = device_of(run.device);
   options.trace = run.trace;
   options.cp_cuts = run.cp_cuts;
   options.replay = replay;

@@ -146,6 +146,7 @@ GoldenVerifyResult verify_goldens(const GoldenVerifyPlan& plan,
     std::vector<Tensor> choice;
     for (const std::string& policy : policies) {
       RunSpec run = named(policy);
+      run.device = plan.device;
       run.grads = true;
       run.trace = "*";
       // The patched reference carries a selection further than transformers does.

@@ -18,6 +18,7 @@ struct GoldenVerifyPlan {
   std::filesystem::path data;
   std::vector<std::string> cases;     ///< empty: all
   std::vector<std::string> policies;  ///< empty: float64, float32, hf-bf16 and hf-bf16/replay
+  std::string device = "cpu";
 };
 
 /// What follows the name of a policy whose run takes the experts that a float64 run chose. A choice

@@ -5,13 +5,14 @@
 namespace lockstep::harness {
 
 StreamedParameters::StreamedParameters(const model::WeightSource& source,
-                                       const model::Numerics& num)
-    : source_(source), num_(num) {}
+                                       const model::Numerics& num,
+                                       at::Device device)
+    : source_(source), num_(num), device_(device) {}
 
 Tensor StreamedParameters::get(const std::string& name) {
   const bool tied = name == "lm_head.weight" && source_.config().tie_word_embeddings;
   const std::string stored = tied ? "embed_tokens.weight" : name;
-  return source_.load(stored).to(model::parameter_dtype(stored, num_)).contiguous();
+  return source_.load(stored).to(device_, model::parameter_dtype(stored, num_)).contiguous();
 }
 
 void StreamedParameters::leave(int64_t unit, model::Pass) {

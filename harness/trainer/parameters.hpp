@@ -9,16 +9,20 @@
 
 namespace lockstep::harness {
 
-/// Nothing is kept between units: get() converts from the mapped file, leave() lets the pages go.
+/// Nothing is kept between units: get() converts from the mapped file to the device, leave() lets
+/// the pages go.
 class StreamedParameters final : public model::ParamView {
  public:
-  StreamedParameters(const model::WeightSource& source, const model::Numerics& num);
+  StreamedParameters(const model::WeightSource& source,
+                     const model::Numerics& num,
+                     at::Device device);
   Tensor get(const std::string& name) override;
   void leave(int64_t unit, model::Pass pass) override;
 
  private:
   const model::WeightSource& source_;
   const model::Numerics& num_;
+  at::Device device_;
 };
 
 }  // namespace lockstep::harness

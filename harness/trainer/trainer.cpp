@@ -105,18 +105,32 @@ struct Trainer::Impl {
                    "instead of {}",
                    options.numerics.name(),
                    mesh.tp().size());
+    const bool on_cpu = options.device.is_cpu();
+    LOCKSTEP_CHECK(on_cpu || mesh.all().size() == 1,
+                   kConfig,
+                   "trainer: a CUDA device serves one rank, the topology has {}; use one of them",
+                   mesh.all().size());
+    LOCKSTEP_CHECK(on_cpu || !options.numerics.is<model::Switch::kGemmRows>("fixed-tiles"),
+                   kConfig,
+                   "trainer: products over fixed tiles (D63, policy {}) and exact sums are formed "
+                   "on the CPU; use device cpu, or a policy that is not invariant",
+                   options.numerics.name());
+    LOCKSTEP_CHECK(on_cpu || !options.optimizer,
+                   kConfig,
+                   "trainer: the optimizer steps on the CPU; use device cpu for training steps");
     audit.load(*source);
     if (options.stream_layers) {
       LOCKSTEP_CHECK(mesh.all().size() == 1,
                      kConfig,
                      "trainer: weights streamed from disk belong to one rank; drop --stream-layers "
                      "or the topology");
-      params = std::make_unique<StreamedParameters>(*source, options.numerics);
+      params = std::make_unique<StreamedParameters>(*source, options.numerics, options.device);
     } else {
       parallel::ShardOptions sharding;
       sharding.grads = options.grads || options.optimizer;
       sharding.masters = options.optimizer.has_value();
       sharding.wide = options.numerics.acc();
+      sharding.device = options.device;
       sharding.exact = options.numerics.invariant();
       sharding.head_unit = model::head_unit(config.num_hidden_layers);
       auto all = std::make_unique<parallel::ShardedParameters>(
@@ -152,6 +166,10 @@ struct Trainer::Impl {
                    kConfig,
                    "trainer: weights streamed from disk have no training state; drop "
                    "--stream-layers");
+    LOCKSTEP_CHECK(options.device.is_cpu(),
+                   kConfig,
+                   "trainer: training state is saved, loaded and offered from the CPU; use device "
+                   "cpu");
     return {config, options.numerics, mesh, *sharded, optimizer.get()};
   }
   template <typename PickTensor>
@@ -182,7 +200,7 @@ std::map<std::string, Tensor> Trainer::Impl::whole(bool trainable_only, PickTens
   for (const parallel::Shard& shard : sharded->shards()) {
     if (trainable_only && !shard.spec.trainable) continue;
     const Tensor value =
-        parallel::gather_whole(*sharded, shard, pick(shard), config, options.numerics, mesh);
+        parallel::gather_whole(*sharded, shard, pick(shard), config, options.numerics, mesh).cpu();
     for (auto& [disk_name, part] : source->disk_tensors(shard.spec.name, value))
       result.emplace(std::move(disk_name), std::move(part));
   }
@@ -227,7 +245,7 @@ Tensor Trainer::Impl::forward(const parallel::ParallelPlan& plan,
     if (logits) {
       const OpScope time("logits");
       result.local_logits =
-          model::head_logits(h.detach(), lm_head.value.detach(), options.numerics);
+          model::head_logits(h.detach(), lm_head.value.detach(), options.numerics).cpu();
     }
     const OpScope time("head");
     return options.reference_ops
@@ -238,8 +256,8 @@ Tensor Trainer::Impl::forward(const parallel::ParallelPlan& plan,
   };
   const Tensor logprobs =
       model::run_unit(ctx, model::head_unit(config.num_hidden_layers), x, false, head);
-  result.local_logprobs =
-      logprobs.detach().masked_fill(local_labels.lt(0), std::numeric_limits<double>::quiet_NaN());
+  result.local_logprobs = logprobs.detach().cpu().masked_fill(
+      local_labels.lt(0), std::numeric_limits<double>::quiet_NaN());
   mean.add(logprobs.detach());
   return logprobs.sum().neg().div(static_cast<double>(std::max<int64_t>(divisor, 1)));
 }
@@ -322,9 +340,10 @@ TrainerResult Trainer::Impl::run(std::span<const Documents> micro_batches) {
     for (const PatternTrace::Named& part : {trace.values(), trace.gradients()}) {
       for (const auto& [name, value] : part) {
         // Selected keys are rows of this rank's row of documents; -1 stays -1.
+        const Tensor here = value.cpu();
         const Tensor in_batch = name.ends_with(".indexer") && tokens.row_begin > 0
-                                    ? at::where(value.ge(0), value + tokens.row_begin, value)
-                                    : value;
+                                    ? at::where(here.ge(0), here + tokens.row_begin, here)
+                                    : here;
         result.trace.emplace_back(name, gather(in_batch, name));
       }
     }

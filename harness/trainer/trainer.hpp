@@ -25,9 +25,11 @@ struct TrainerOptions {
   bool logits = true;      ///< return all logits (memory tokens x vocab)
   bool grads = false;      ///< return the gradient of every trainable parameter
   bool recompute = false;  ///< keep only layer inputs in forward, recompute each layer in backward
-  bool stream_layers = false;  ///< read each layer's weights from disk when it runs and drop them
-                               ///< after; no gradients
-  bool reference_ops = false;  ///< plain reference operators instead of the fast forms
+  bool stream_layers = false;    ///< read each layer's weights from disk when it runs and drop them
+                                 ///< after; no gradients
+  at::Device device = at::kCPU;  ///< where weights and activations live (device_of()); CUDA takes
+                                 ///< one rank, a policy that is not invariant, and no steps
+  bool reference_ops = false;    ///< plain reference operators instead of the fast forms
   /// Rows where the sequence is cut over cp ranks, {0, ..., T}; empty: near-even.
   std::vector<int64_t> cp_cuts;
   /// Expert choice to take instead of the router's own (D68): per layer the experts [T, top_k]
@@ -44,6 +46,7 @@ struct TrainerOptions {
 };
 
 /// Everything is that of the whole row and the same on every rank; local_* are this rank's rows.
+/// All tensors are on the CPU.
 /// Names of gradients are checkpoint tensor names.
 struct TrainerResult {
   Tensor logits;    ///< [T, V] float64 in the float64 policy, else float32; undefined unless

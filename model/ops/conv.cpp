@@ -1,6 +1,7 @@
 #include "model/ops/conv.hpp"
 
 #include "model/ops/conv_core.hpp"
+#include "model/ops/device_kernels.hpp"
 #include "model/ops/kda_dispatch.hpp"
 #include "model/ops/norm_core.hpp"
 #include "model/ops/weight_support.hpp"
@@ -223,10 +224,10 @@ void check(const Tensor& x,
            std::span<const int64_t> cu,
            const Tensor& halo,
            const Numerics& num) {
-  check_float_cpu(x, "conv_silu: x");
+  check_float(x, "conv_silu: x");
   check_dtype(x, num.act(), "conv_silu: x");
   check_shape(x, {-1, -1}, "conv_silu: x");
-  check_float_cpu(weight, "conv_silu: weight");
+  check_float(weight, "conv_silu: weight");
   check_shape(weight, {x.size(1), -1}, "conv_silu: weight");
   LOCKSTEP_CHECK(weight.size(1) >= 1,
                  kShape,
@@ -235,7 +236,7 @@ void check(const Tensor& x,
   check_boundaries(cu, x.size(0), "conv_silu: cu");
   if (!halo.defined()) return;
   const auto segments = static_cast<int64_t>(cu.size()) - 1;
-  check_float_cpu(halo, "conv_silu: halo");
+  check_float(halo, "conv_silu: halo");
   check_dtype(halo, num.act(), "conv_silu: halo");
   check_shape(halo, {segments, weight.size(1) - 1, x.size(1)}, "conv_silu: halo");
 }
@@ -249,6 +250,10 @@ Tensor conv_silu(const Tensor& x,
                  const Numerics& num) {
   check(x, weight.value, cu, halo, num);
   check_exact(weight, x.size(0), num, "conv_silu: weight");
+  if (takes_device_form(x)) {
+    const auto y = conv_silu_kernel(x, weight.value, cu, halo, num);
+    return y ? *y : conv_silu_reference(x, weight.value, cu, halo, num);
+  }
   const ConvMode mode = mode_of(num);
   return ConvFunction::apply(x,
                              weight.value,

@@ -32,7 +32,7 @@ HeadForm check_head(const Tensor& h,
                  kConfig,
                  "head: token_chunk must be at least 1, got {}",
                  options.token_chunk);
-  const Tensor flat = labels.contiguous();
+  const Tensor flat = labels.cpu().contiguous();
   const int64_t* label = cdata<int64_t>(flat);
   for (int64_t t = 0; t < flat.numel(); ++t) {
     LOCKSTEP_CHECK(label[t] >= -1 && label[t] < vocab,
@@ -197,6 +197,7 @@ HeadOutput head_logprobs(const Tensor& h,
                          const Numerics& num) {
   const HeadForm form = check_head(h, weight.value, weight.value.size(0), labels, options, num);
   check_exact(weight, h.size(0), num, "head: weight");
+  if (takes_device_form(h)) return head_logprobs_reference(h, weight.value, labels, options, num);
   const auto out = LogprobFunction::apply(
       h.contiguous(),
       weight.value,
@@ -214,9 +215,10 @@ HeadOutput head_logprobs_reference(const Tensor& h,
   if (form.form == TemperatureForm::kMultiply) z_TV = z_TV * (1 / options.temperature);
   if (form.form == TemperatureForm::kDivide) z_TV = z_TV / options.temperature;
   const Tensor log_sum_T = at::logsumexp(z_TV, {1});
-  const Tensor at_label_T = z_TV.gather(1, labels.clamp_min(0).unsqueeze(1)).squeeze(1);
+  const Tensor label_T = labels.to(h.device());
+  const Tensor at_label_T = z_TV.gather(1, label_T.clamp_min(0).unsqueeze(1)).squeeze(1);
   HeadOutput out;
-  out.logprobs = (at_label_T - log_sum_T).masked_fill(labels < 0, 0);
+  out.logprobs = (at_label_T - log_sum_T).masked_fill(label_T < 0, 0);
   if (options.entropy) {
     const Tensor z = z_TV.detach();
     out.entropy = log_sum_T.detach() - (at::softmax(z, 1) * z).sum(1);

@@ -2,6 +2,7 @@
 #include "model/ops/hyper_connection.hpp"
 
 #include "model/base/parallel.hpp"
+#include "model/ops/device_kernels.hpp"
 #include "model/ops/hyper_connection_checks.hpp"
 #include "model/ops/op_support.hpp"
 
@@ -287,6 +288,10 @@ HcPre hc_pre(const Tensor& x,
                    kShape,
                    "hc_pre: all weights must have exact sums or none");
   }
+  if (takes_device_form(x)) {
+    const auto pre = hc_pre_kernel(x, fn, base, scale, norm_weight, params, num, unrounded);
+    return pre ? *pre : hc_pre_reference(x, fn, base, scale, norm_weight, params, num, unrounded);
+  }
   const bool bf16_base = num.rounds<Switch::kHcBaseScale>("bf16");
   const bool bf16_weight = num.rounds<Switch::kNormWeights>("bf16");
   const auto results =
@@ -311,6 +316,10 @@ HcPre hc_pre(const Tensor& x,
 Tensor hc_post(
     const Tensor& y, const Tensor& x, const Tensor& post, const Tensor& comb, const Numerics& num) {
   const HcShape shape = check_hc_post(y, x, post, comb, num);
+  if (takes_device_form(x)) {
+    const auto mixed = hc_post_kernel(y, x, post, comb, num);
+    return mixed ? *mixed : hc_post_reference(y, x, post, comb, num);
+  }
   return PostFunction::apply(y.contiguous(),
                              x.contiguous(),
                              post.contiguous(),
@@ -340,6 +349,7 @@ Tensor hc_copy(const Tensor& x, int64_t n, const Numerics& num) {
 
 Tensor hc_mean(const Tensor& x, const Numerics& num) {
   check_hc_streams(x, num, "hc_mean");
+  if (takes_device_form(x)) return hc_mean_reference(x, num);
   return MeanFunction::apply(x.contiguous(), num);
 }
 

@@ -9,12 +9,12 @@ namespace {
 
 /// 10 explicit mantissa bits, gradient passed through.
 Tensor as_tf32(const Tensor& x) {
-  const Tensor source = x.detach().contiguous();
+  const Tensor source = x.detach().cpu().contiguous();
   Tensor result = at::empty_like(source);
   const float* from = cdata<float>(source);
   float* to = data<float>(result);
   for (int64_t i = 0; i < source.numel(); ++i) to[i] = round_tf32(from[i]);
-  return x + (result - source);
+  return x + (result - source).to(x.device());
 }
 
 /// z [T, K] times fn [P, K] transposed, in the arithmetic of D05 and the partial sums of D06.

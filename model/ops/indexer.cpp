@@ -7,6 +7,7 @@
 #include <numeric>
 #include <type_traits>
 
+#include "model/base/device.hpp"
 #include "model/base/op_timer.hpp"
 #include "model/ops/dynamic_tasks.hpp"
 #include "model/ops/fp8.hpp"
@@ -182,6 +183,7 @@ Tensor indexer_layer_norm(const Tensor& x,
                           const Tensor& bias,
                           const Numerics& num) {
   indexer::check_layer_norm(x, weight, bias, num);
+  if (takes_device_form(x)) return indexer_layer_norm_reference(x, weight, bias, num);
   const bool round_parameters = num.rounds<Switch::kIndexerLayerNorm>("bf16");
   const auto parameter = [&](const Tensor& p) {
     return in_acc(round_parameters ? p.to(at::kBFloat16) : p, num);
@@ -207,6 +209,7 @@ Tensor pool_keys(const Tensor& k,
                  int64_t kpool,
                  const Numerics& num) {
   indexer::check_pool(k, gate, ape, cu, kpool, num);
+  if (takes_device_form(k)) return pool_keys_reference(k, gate, ape, cu, kpool, num);
   const auto form = !num.is_bf16() ? indexer::PoolForm::kPlain
                     : num.is<Switch::kPoolSoftmax>("bf16-weights")
                         ? indexer::PoolForm::kBf16Weights
@@ -290,6 +293,8 @@ Tensor select_keys(const Tensor& q,
                    const IndexerParams& params,
                    const Numerics& num) {
   indexer::check_select(q, head_weight, pooled, packing, params, num);
+  if (takes_device_form(q))
+    return indexer::select_keys_on_device(q, head_weight, pooled, packing, params, num);
   if (num.rounds<Switch::kIndexerScoring>("fp8"))
     return select_keys(q, head_weight, quantise_pools(pooled, num), packing, params, num);
   return select(q, head_weight, in_acc(pooled, num), {}, packing, params, num);

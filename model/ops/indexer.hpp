@@ -91,6 +91,22 @@ Tensor select_keys(const Tensor& q,
 
 namespace indexer {
 
+/// Scores [n, P] in acc of n queries [n, heads, d] with head weights [n, heads] against the pools
+/// [P, d] of their document: the formula of select_keys in plain tensor functions.
+Tensor plain_scores(const Tensor& q_nhd,
+                    const Tensor& weight_nh,
+                    const Tensor& pooled_pd,
+                    const Numerics& num);
+
+/// select_keys for tensors on any device; the host waits for nothing. Scores and their sort exist
+/// for a block of queries at a time.
+Tensor select_keys_on_device(const Tensor& q,
+                             const Tensor& head_weight,
+                             const Tensor& pooled,
+                             const Packing& packing,
+                             const IndexerParams& params,
+                             const Numerics& num);
+
 /// First pool of each document in the order of pool_keys, and their total as last entry.
 std::vector<int64_t> pool_offsets(const std::vector<int64_t>& cu, int64_t kpool);
 

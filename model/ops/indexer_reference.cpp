@@ -20,11 +20,12 @@ Quantised quantise(const Tensor& x, const Numerics& num) {
   return {rows.bytes.view(at::kFloat8_e4m3fn).to(at::kFloat), rows.scale};
 }
 
-/// Scores [n, P] of n queries against the pools of their document.
-Tensor scores_of(const Tensor& q_nhd,
-                 const Tensor& weight_nh,
-                 const Tensor& pooled_pd,
-                 const Numerics& num) {
+}  // namespace
+
+Tensor indexer::plain_scores(const Tensor& q_nhd,
+                             const Tensor& weight_nh,
+                             const Tensor& pooled_pd,
+                             const Numerics& num) {
   const auto heads = static_cast<double>(q_nhd.size(1)), dim = static_cast<double>(q_nhd.size(2));
   if (num.rounds<Switch::kIndexerScoring>("fp8")) {
     const Quantised q = quantise(q_nhd, num), k = quantise(pooled_pd, num);
@@ -41,8 +42,6 @@ Tensor scores_of(const Tensor& q_nhd,
   const Tensor weight = weight_nh.to(num.acc()) * std::pow(heads, -0.5);
   return at::matmul(weight.unsqueeze(1), (dots_nhp * std::pow(dim, -0.5)).relu()).squeeze(1);
 }
-
-}  // namespace
 
 Tensor indexer_layer_norm_reference(const Tensor& x,
                                     const Tensor& weight,
@@ -97,10 +96,11 @@ Tensor select_keys_reference(const Tensor& q,
   auto* out = selection.data_ptr<int32_t>();
   for (const Segment& segment : packing.segments()) {
     const auto d = static_cast<size_t>(segment.document);
-    const Tensor scores = scores_of(q.detach().slice(0, segment.begin, segment.end),
-                                    head_weight.detach().slice(0, segment.begin, segment.end),
-                                    pooled.detach().slice(0, first_pool[d], first_pool[d + 1]),
-                                    num);
+    const Tensor scores =
+        indexer::plain_scores(q.detach().slice(0, segment.begin, segment.end),
+                              head_weight.detach().slice(0, segment.begin, segment.end),
+                              pooled.detach().slice(0, first_pool[d], first_pool[d + 1]),
+                              num);
     for (int64_t i = 0; i < segment.length(); ++i) {
       const int64_t position = segment.position + i, full_pools = (position + 1) / params.kpool;
       Tensor row = scores[i].slice(0, 0, full_pools).clone();

@@ -1,5 +1,6 @@
 #include "model/ops/kda.hpp"
 
+#include "model/ops/device_kernels.hpp"
 #include "model/ops/kda_core.hpp"
 #include "model/ops/kda_dispatch.hpp"
 #include "model/ops/kda_mode.hpp"
@@ -199,6 +200,10 @@ KdaOutput kda_chunk(const KdaInput& in, const Numerics& num) {
   auto plan = c10::make_intrusive<KdaPlan>();
   plan->mode = kda_mode(num, in.lower_bound, /*recurrent=*/false);
   if (plan->mode.chunk == 0) return kda_recurrent_reference(in, num);
+  if (takes_device_form(in.q)) {
+    const auto out = kda_chunk_kernel(in, num);
+    return out ? *out : kda_chunk_reference(in, num);
+  }
   plan->width = num.width();
   plan->cu = in.cu;
   check_exact({in.a_log, in.a_log_sum, nullptr}, num, "kda: a_log");

@@ -5,6 +5,7 @@
 #include <span>
 #include <type_traits>
 
+#include "model/base/device.hpp"
 #include "model/config/numerics.hpp"
 #include "model/ops/kda_simd.hpp"
 
@@ -34,10 +35,13 @@ auto by_width(Width width, F&& f) {
 /// Read-only data of a tensor that already has S's dtype; null when undefined.
 template <typename S>
 const S* data(const Tensor& t) {
-  return t.defined() ? static_cast<const S*>(t.const_data_ptr()) : nullptr;
+  if (!t.defined()) return nullptr;
+  check_host(t);
+  return static_cast<const S*>(t.const_data_ptr());
 }
 template <typename S>
 S* mutable_data(Tensor& t) {
+  check_host(t);
   return static_cast<S*>(t.mutable_data_ptr());
 }
 
@@ -53,11 +57,11 @@ inline std::optional<Tensor> present(const Tensor& t) {
   return t.defined() ? std::optional<Tensor>(t) : std::nullopt;
 }
 
-/// Throws kShape unless the tensor is a dense CPU tensor of a floating dtype.
-inline void check_float_cpu(const Tensor& t, std::string_view what) {
-  LOCKSTEP_CHECK(t.defined() && t.device().is_cpu() && t.is_floating_point(),
+/// Throws kShape unless the tensor is one of a floating dtype.
+inline void check_float(const Tensor& t, std::string_view what) {
+  LOCKSTEP_CHECK(t.defined() && t.is_floating_point(),
                  kShape,
-                 "{}: expected a floating-point CPU tensor, got {}",
+                 "{}: expected a floating-point tensor, got {}",
                  what,
                  describe(t));
 }

@@ -52,7 +52,7 @@ KdaMode kda_mode(const Numerics& num, std::optional<double> lower_bound, bool re
 void check_kda(const KdaInput& in, const Numerics& num) {
   const auto check = [&](const Tensor& t, std::string_view name, at::IntArrayRef sizes) {
     const std::string what = fmt::format("kda: {}", name);
-    check_float_cpu(t, what);
+    check_float(t, what);
     check_shape(t, sizes, what);
   };
   const auto check_act = [&](const Tensor& t, std::string_view name, at::IntArrayRef sizes) {

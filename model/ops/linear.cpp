@@ -4,6 +4,7 @@
 #include "model/ops/exact_rows.hpp"
 #include "model/ops/linear_tiles.hpp"
 #include "model/ops/op_support.hpp"
+#include "model/ops/take_rows.hpp"
 
 namespace lockstep::model {
 namespace {
@@ -126,6 +127,15 @@ void check_operands(const Tensor& x, const Weight& w, const char* what) {
                  describe(weight));
 }
 
+/// The device form. The library's product of bf16 operands adds in float32 too and rounds once.
+Tensor library_product(const Tensor& x_RK,
+                       const Tensor& weight,
+                       at::ScalarType out,
+                       at::ScalarType acc) {
+  if (x_RK.scalar_type() == out && weight.scalar_type() == out) return at::matmul(x_RK, weight.t());
+  return at::matmul(x_RK.to(acc), weight.to(acc).t()).to(out);
+}
+
 Tensor apply(const Tensor& x, const Weight& w, at::ScalarType out, const Numerics& num) {
   const Tensor& weight = w.value;
   const RowTiles rows =
@@ -136,6 +146,7 @@ Tensor apply(const Tensor& x, const Weight& w, at::ScalarType out, const Numeric
   for (size_t i = 0; i + 1 < sizes.size(); ++i) num_rows *= sizes[i];
   const Tensor x_RK = x.reshape({num_rows, weight.size(1)});
   check_exact(w, num_rows, num, "linear");
+  if (takes_device_form(x)) return library_product(x_RK, weight, out, num.acc()).reshape(sizes);
   return LinearFunction::apply(x_RK, weight, LinearInfo{num.acc(), out, rows, w.sum, w.blocks})
       .reshape(sizes);
 }
@@ -169,6 +180,12 @@ class EmbeddingFunction : public torch::autograd::Function<EmbeddingFunction> {
       return {{}, {}, {}, {}, {}, {}};
     }
     Tensor dweight = at::zeros({ctx->saved_data["rows"].toInt(), width}, grad_TD.options());
+    const auto dtype = static_cast<at::ScalarType>(ctx->saved_data["dtype"].toInt());
+    if (takes_device_form(grad_TD)) {
+      add_rows(dweight, ids, grad_TD);
+      if (pad_id >= 0) dweight.select(0, pad_id).zero_();
+      return {{}, dweight.to(dtype), {}, {}, {}, {}};
+    }
     const auto add = [&]<typename A>(A) {
       const int64_t* id = cdata<int64_t>(ids);
       const A* g = cdata<A>(grad_TD);
@@ -182,7 +199,6 @@ class EmbeddingFunction : public torch::autograd::Function<EmbeddingFunction> {
       });
     };
     acc == at::kDouble ? add(double{}) : add(float{});
-    const auto dtype = static_cast<at::ScalarType>(ctx->saved_data["dtype"].toInt());
     return {{}, dweight.to(dtype), {}, {}, {}, {}};
   }
 
@@ -241,7 +257,7 @@ Tensor embedding(const Tensor& ids, const Weight& w, int64_t pad_id, const Numer
                  "embedding: pad_id {} is not a row of weight {}",
                  pad_id,
                  describe(weight));
-  const Tensor flat = ids.contiguous();
+  const Tensor flat = ids.cpu().contiguous();
   const int64_t* id = cdata<int64_t>(flat);
   for (int64_t t = 0; t < flat.size(0); ++t) {
     LOCKSTEP_CHECK(id[t] >= 0 && id[t] < rows,
@@ -253,7 +269,8 @@ Tensor embedding(const Tensor& ids, const Weight& w, int64_t pad_id, const Numer
                    rows);
   }
   check_exact(w, num, "embedding");
-  return EmbeddingFunction::apply(flat, weight, pad_id, num.act(), num.acc(), w.sum);
+  return EmbeddingFunction::apply(
+      flat.to(weight.device()), weight, pad_id, num.act(), num.acc(), w.sum);
 }
 
 }  // namespace lockstep::model

@@ -14,7 +14,7 @@ void check_weight(const Tensor& t, at::IntArrayRef sizes, const Numerics& num, c
 
 void check_ids(const Tensor& ids, int64_t num_experts, const char* what) {
   check_dtype(ids, at::kLong, what);
-  const Tensor flat = ids.contiguous();
+  const Tensor flat = ids.cpu().contiguous();
   const int64_t* id = cdata<int64_t>(flat);
   for (int64_t i = 0; i < flat.numel(); ++i) {
     LOCKSTEP_CHECK(id[i] >= 0 && id[i] < num_experts,
@@ -181,8 +181,9 @@ CombineForm check_combine(const Tensor& rows,
 
 ExpertOrder order_by_expert(const Tensor& experts, int64_t num_experts) {
   check_shape(experts, {-1, -1}, "order_by_expert: experts");
-  check_ids(experts, num_experts, "order_by_expert: experts");
-  const Tensor flat = experts.contiguous();
+  // Counted and sorted on the host, which needs the offsets to start the products.
+  const Tensor flat = experts.cpu().contiguous();
+  check_ids(flat, num_experts, "order_by_expert: experts");
   const int64_t count = flat.numel(), slots = experts.size(1);
   const int64_t* id = cdata<int64_t>(flat);
   ExpertOrder order{at::empty({count}, flat.options()),
@@ -198,7 +199,14 @@ ExpertOrder order_by_expert(const Tensor& experts, int64_t num_experts) {
     token[row] = i / slots;
     slot[row] = i;
   }
+  order.token = order.token.to(experts.device());
+  order.slot = order.slot.to(experts.device());
   return order;
+}
+
+Tensor ascending_places(const Tensor& slot, int64_t tokens, int64_t slots) {
+  const Tensor place_Tk = std::get<1>(at::sort(slot)).reshape({tokens, slots});
+  return std::get<0>(at::sort(place_Tk, 1));
 }
 
 }  // namespace lockstep::model

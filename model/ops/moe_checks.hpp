@@ -34,4 +34,8 @@ CombineForm check_combine(const Tensor& rows,
                           const Tensor& weights,
                           const Numerics& num);
 
+/// For tensors on any device: the rows of each token in expert order, ascending, [tokens, slots],
+/// from ExpertOrder::slot.
+Tensor ascending_places(const Tensor& slot, int64_t tokens, int64_t slots);
+
 }  // namespace lockstep::model

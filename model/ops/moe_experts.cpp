@@ -1,5 +1,7 @@
 // Grouped experts, dense MLP and their activation, fast form.
 #include "model/base/parallel.hpp"
+#include "model/ops/device_kernels.hpp"
+#include "model/ops/linear.hpp"
 #include "model/ops/moe_checks.hpp"
 #include "model/ops/op_support.hpp"
 
@@ -306,6 +308,7 @@ Tensor clamped_swiglu(const Tensor& gate,
                       const Tensor& up,
                       std::optional<double> limit,
                       const Numerics& num) {
+  if (takes_device_form(gate)) return clamped_swiglu_reference(gate, up, limit, num);
   check_swiglu(gate, up, limit, num);
   return SwigluFunction::apply(gate.contiguous(), up.contiguous(), swiglu_form(limit, num), num);
 }
@@ -317,6 +320,10 @@ Tensor swiglu_mlp(const Tensor& x,
                   std::optional<double> limit,
                   const Numerics& num) {
   check_mlp(x, gate.value, up.value, down.value, num);
+  if (takes_device_form(x)) {
+    const Tensor h = clamped_swiglu(linear(x, gate, num), linear(x, up, num), limit, num);
+    return linear(h, down, num);
+  }
   return MlpFunction::apply(
       x.contiguous(),
       gate.value,
@@ -332,6 +339,11 @@ Tensor grouped_experts(const Tensor& rows,
                        std::optional<double> limit,
                        const Numerics& num) {
   check_grouped(rows, offsets, gate_up.value, down.value, num);
+  if (takes_device_form(rows)) {
+    const auto out = grouped_experts_kernel(rows, offsets, gate_up.value, down.value, limit, num);
+    return out ? *out
+               : grouped_experts_reference(rows, offsets, gate_up.value, down.value, limit, num);
+  }
   return GroupedFunction::apply(
       rows.contiguous(),
       gate_up.value,

@@ -2,6 +2,7 @@
 #include "model/ops/linear.hpp"
 #include "model/ops/moe_checks.hpp"
 #include "model/ops/op_support.hpp"
+#include "model/ops/take_rows.hpp"
 
 namespace lockstep::model {
 namespace {
@@ -28,7 +29,7 @@ Routing route_reference(const Tensor& x,
   Tensor scores_TE = form.softmax ? at::softmax(logits_TE, 1) : at::sigmoid(logits_TE);
   if (form.round_scores) scores_TE = rounded(scores_TE, num);
 
-  Tensor experts_Tk = replay;
+  Tensor experts_Tk = replay.defined() ? replay.to(x.device()) : replay;
   if (!replay.defined()) {
     Tensor choice_TE = scores_TE.detach() + router_bias(bias, num);
     if (G > 1) {
@@ -36,14 +37,17 @@ Routing route_reference(const Tensor& x,
       const Tensor best =
           by_group_TGe.gather(2, largest(by_group_TGe, std::min<int64_t>(2, E / G)));
       const Tensor kept_Tg = largest(best.sum(2), form.groups_kept);
-      const Tensor keep_TG = at::zeros({T, G}, at::kBool).scatter(1, kept_Tg, true);
+      const Tensor keep_TG =
+          at::zeros({T, G}, x.options().dtype(at::kBool)).scatter(1, kept_Tg, true);
       choice_TE =
           by_group_TGe.masked_fill(~keep_TG.unsqueeze(2), -std::numeric_limits<double>::infinity())
               .reshape({T, E});
     }
     experts_Tk = largest(choice_TE, form.top_k);
   }
-  Tensor weights_Tk = scores_TE.gather(1, experts_Tk);
+  const Tensor first_T1 = at::arange(T, experts_Tk.options()).mul(E).unsqueeze(1);
+  Tensor weights_Tk = take_rows(scores_TE.flatten(), (experts_Tk + first_T1).flatten(), num.acc())
+                          .view(experts_Tk.sizes());
   if (form.normalise) weights_Tk = weights_Tk / (weights_Tk.sum({1}, true) + form.eps);
   return {experts_Tk, weights_Tk * form.scaling};
 }
@@ -86,14 +90,14 @@ Tensor grouped_experts_reference(const Tensor& rows,
                                  const Numerics& num) {
   check_grouped(rows, offsets, gate_up, down, num);
   const int64_t inner = gate_up.size(1) / 2;
+  const std::vector<Tensor> first = gate_up.unbind(), second = down.unbind();
   std::vector<Tensor> parts;
-  for (int64_t e = 0; e < gate_up.size(0); ++e) {
-    const auto i = static_cast<size_t>(e);
+  for (size_t i = 0; i < first.size(); ++i) {
     const Tensor mine = rows.slice(0, offsets[i], offsets[i + 1]);
-    const Tensor both = linear_reference(mine, gate_up.select(0, e), num);
+    const Tensor both = linear_reference(mine, first[i], num);
     const Tensor h = clamped_swiglu_reference(
         both.slice(1, 0, inner), both.slice(1, inner, 2 * inner), limit, num);
-    parts.push_back(linear_reference(h, down.select(0, e), num));
+    parts.push_back(linear_reference(h, second[i], num));
   }
   return at::cat(parts);
 }
@@ -103,9 +107,7 @@ Tensor combine_experts_reference(const Tensor& rows,
                                  const Tensor& weights,
                                  const Numerics& num) {
   const CombineForm form = check_combine(rows, order, weights, num);
-  // A token's rows, ascending: in expert order, rows of lower experts come first.
-  const Tensor place_Tk = std::get<1>(at::sort(order.slot)).reshape({form.tokens, form.slots});
-  const Tensor sorted_Tk = std::get<0>(at::sort(place_Tk, 1));
+  const Tensor sorted_Tk = ascending_places(order.slot, form.tokens, form.slots);
   const Tensor values_R1 = weights.flatten().index_select(0, order.slot).unsqueeze(1);
   Tensor weighed_RD = rows.to(num.acc()) * values_R1;
   if (form.weigh_rounded) weighed_RD = rounded(weighed_RD, num);

@@ -1,4 +1,5 @@
 // Router and the way between token order and expert order, fast form.
+#include "model/ops/device_kernels.hpp"
 #include "model/ops/linear.hpp"
 #include "model/ops/moe_checks.hpp"
 #include "model/ops/op_support.hpp"
@@ -113,6 +114,12 @@ class GatherFunction : public torch::autograd::Function<GatherFunction> {
     const auto& [slot, num] = stashed<std::pair<Tensor, Numerics>>(ctx);
     const Tensor drows = grads[0].contiguous();
     const int64_t T = ctx->saved_data["tokens"].toInt(), k = T > 0 ? slot.size(0) / T : 0;
+    if (takes_device_form(drows)) {
+      const Tensor place_Tk = ascending_places(slot, T, k);
+      Tensor sum = at::zeros({T, drows.size(1)}, drows.options().dtype(num.acc()));
+      for (int64_t j = 0; j < k; ++j) sum += drows.index_select(0, place_Tk.select(1, j));
+      return {sum.to(num.act()), {}, {}};
+    }
     const Tensor place = at::empty_like(slot);
     places_of_tokens(T, k, cdata<int64_t>(slot), data<int64_t>(place));
     Tensor dx = at::empty({T, drows.size(1)}, drows.options());
@@ -136,6 +143,7 @@ Routing route(const Tensor& x,
               const Tensor& replay,
               const RouterParams& params,
               const Numerics& num) {
+  if (takes_device_form(x)) return route_reference(x, gate.value, bias, replay, params, num);
   const RouterForm form = check_route(x, gate.value, bias, replay, params, num);
   Tensor logits_TE = linear_acc(x, gate.with(router_gate(gate.value, num)), num);
   if (form.round_scores) logits_TE = rounded(logits_TE, num);
@@ -153,6 +161,7 @@ Tensor gather_rows(const Tensor& x, const ExpertOrder& order, const Numerics& nu
                  "gather_rows: {} rows are not a multiple of the {} tokens of x",
                  rows,
                  x.size(0));
+  if (const auto gathered = gather_rows_kernel(x, order)) return *gathered;
   return GatherFunction::apply(x.contiguous(), order, num);
 }
 
@@ -161,6 +170,10 @@ Tensor combine_experts(const Tensor& rows,
                        const Tensor& weights,
                        const Numerics& num) {
   const CombineForm form = check_combine(rows, order, weights, num);
+  if (takes_device_form(rows)) {
+    const auto y = combine_experts_kernel(rows, order, weights, num);
+    return y ? *y : combine_experts_reference(rows, order, weights, num);
+  }
   const Tensor slot = order.slot.contiguous(), place = at::empty_like(slot);
   places_of_tokens(form.tokens, form.slots, cdata<int64_t>(slot), data<int64_t>(place));
   return CombineFunction::apply(

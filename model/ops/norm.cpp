@@ -125,16 +125,16 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
 };
 
 void check(std::string_view op, const Tensor& x, const Tensor& weight, const Numerics& num) {
-  check_float_cpu(x, fmt::format("{}: x", op));
+  check_float(x, fmt::format("{}: x", op));
   check_dtype(x, num.act(), fmt::format("{}: x", op));
   LOCKSTEP_CHECK(
       x.dim() >= 1, kShape, "{}: x: expected at least one dimension, got {}", op, describe(x));
-  check_float_cpu(weight, fmt::format("{}: weight", op));
+  check_float(weight, fmt::format("{}: weight", op));
   check_shape(weight, {x.size(-1)}, fmt::format("{}: weight", op));
 }
 
 void check_gate(const Tensor& o, const Tensor& gate, const Numerics& num) {
-  check_float_cpu(gate, "gated_rms_norm: gate");
+  check_float(gate, "gated_rms_norm: gate");
   check_dtype(gate, num.act(), "gated_rms_norm: gate");
   check_shape(gate, o.sizes(), "gated_rms_norm: gate");
 }
@@ -160,6 +160,7 @@ Tensor xhat_of(const Tensor& x, double eps, at::ScalarType acc) {
 Tensor rms_norm(const Tensor& x, const Weight& weight, double eps, const Numerics& num) {
   check("rms_norm", x, weight.value, num);
   check_exact(weight, num, "rms_norm: weight");
+  if (takes_device_form(x)) return rms_norm_reference(x, weight.value, eps, num);
   return apply(x, Tensor(), weight, plain_mode(eps, num));
 }
 
@@ -175,6 +176,7 @@ Tensor gated_rms_norm(
   check("gated_rms_norm", o, weight.value, num);
   check_exact(weight, num, "gated_rms_norm: weight");
   check_gate(o, gate, num);
+  if (takes_device_form(o)) return gated_rms_norm_reference(o, gate, weight.value, eps, num);
   return apply(o, gate, weight, gated_mode(eps, num));
 }
 

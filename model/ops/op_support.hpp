@@ -3,6 +3,7 @@
 
 #include <utility>
 
+#include "model/base/device.hpp"
 #include "model/base/scalar.hpp"
 #include "model/ops/weight_support.hpp"
 
@@ -22,14 +23,18 @@ decltype(auto) with_width(const Numerics& num, F&& f) {
   return std::forward<F>(f).template operator()<WidthBf16>();
 }
 
-/// Storage of a contiguous tensor as kernels see it; null for an undefined tensor.
+/// Storage of a contiguous CPU tensor as loops see it; null for an undefined tensor.
 template <typename A>
 A* data(const Tensor& t) {
-  return t.defined() ? static_cast<A*>(t.data_ptr()) : nullptr;
+  if (!t.defined()) return nullptr;
+  check_host(t);
+  return static_cast<A*>(t.data_ptr());
 }
 template <typename A>
 const A* cdata(const Tensor& t) {
-  return t.defined() ? static_cast<const A*>(t.const_data_ptr()) : nullptr;
+  if (!t.defined()) return nullptr;
+  check_host(t);
+  return static_cast<const A*>(t.const_data_ptr());
 }
 
 /// `value` (in acc) rounded to act and raised again, for references: the value changes, the

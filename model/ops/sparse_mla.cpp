@@ -4,7 +4,9 @@
 #include <atomic>
 #include <cmath>
 
+#include "model/base/device.hpp"
 #include "model/base/parallel.hpp"
+#include "model/ops/device_kernels.hpp"
 #include "model/ops/sparse_mla_kernel.hpp"
 #include "model/ops/weight_support.hpp"
 
@@ -233,6 +235,10 @@ Tensor sparse_mla(const Tensor& q,
   mla::check_arguments(q, latent.value, kv_b.value, selection, d_v, num);
   check_exact(latent, num, "sparse_mla: latent");
   check_exact(kv_b, q.size(0), num, "sparse_mla: kv_b");
+  if (takes_device_form(q)) {
+    const auto o = sparse_mla_kernel(q, latent.value, kv_b.value, selection, d_v, num);
+    return o ? *o : sparse_mla_reference(q, latent.value, kv_b.value, selection, d_v, num);
+  }
   const Form form = Form::of(num);
   LOCKSTEP_CHECK(latent.sum.defined() == kv_b.sum.defined(),
                  kShape,

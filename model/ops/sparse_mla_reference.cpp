@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "model/ops/sparse_mla.hpp"
+#include "model/ops/take_rows.hpp"
 
 namespace lockstep::model {
 namespace mla {
@@ -106,14 +107,14 @@ Tensor sparse_mla_reference(const Tensor& q,
   if (num.is<Switch::kMlaForm>("expanded")) {
     const Tensor kv = act(at::einsum("sr,hdr->shd", {acc(latent), w}));
     const Tensor selected =
-        acc(kv).index_select(0, index).reshape({tokens, width, heads, d_n + d_v});
+        take_rows(acc(kv), index, num.acc()).reshape({tokens, width, heads, d_n + d_v});
     const Tensor k = selected.slice(3, 0, d_n), v = selected.slice(3, d_n);
     const Softmax softmax =
         softmax_over_selected(at::einsum("thd,twhd->thw", {acc(q), k}), valid, scale, num);
     return act(at::einsum("thw,twhv->thv", {softmax.p, v}) / softmax.divisor);
   }
   const Tensor qa = act(at::einsum("thd,hdr->thr", {acc(q), wk}));
-  const Tensor c = acc(latent).index_select(0, index).reshape({tokens, width, rank});
+  const Tensor c = take_rows(acc(latent), index, num.acc()).reshape({tokens, width, rank});
   const Tensor dots = at::einsum("thr,twr->thw", {acc(qa), c});
   const Softmax softmax =
       softmax_over_selected(num.is_bf16() ? RoundGradient::apply(dots) : dots, valid, scale, num);

@@ -14,6 +14,11 @@ inline int64_t num_blocks(const RowBlocks& blocks) {
 /// Throws kShape unless a weight's exact sum, if it has one, fits the weight and the policy.
 inline void check_exact(const Weight& weight, const Numerics& num, std::string_view what) {
   if (!weight.sum.defined()) return;
+  LOCKSTEP_CHECK(weight.value.device().is_cpu(),
+                 kConfig,
+                 "{}: exact sums are formed on the CPU, the weight is on {}",
+                 what,
+                 weight.value.device().str());
   LOCKSTEP_CHECK(num.acc() == at::kFloat,
                  kShape,
                  "{}: exact sums are of float32 numbers, policy {} accumulates in {}",

@@ -35,6 +35,10 @@ ShardedParameters::ShardedParameters(std::vector<ParamSpec> specs,
                                      const Mesh& mesh,
                                      ShardOptions options)
     : mesh_(mesh), options_(options) {
+  LOCKSTEP_CHECK(options_.device.is_cpu() || (mesh.all().size() == 1 && !options_.exact),
+                 kConfig,
+                 "parameters: a CUDA device serves one rank and sums that are not exact; leave the "
+                 "device, the topology or the invariant policy out");
   const at::NoGradGuard no_grad;
   for (ParamSpec& spec : specs) {
     Shard shard;
@@ -50,7 +54,8 @@ ShardedParameters::ShardedParameters(std::vector<ParamSpec> specs,
       // Always a copy: a view of the checkpoint's mapping would change with the file.
       const MemoryScope memory(options_.masters && s.trainable ? MemoryKind::kMasters
                                                                : MemoryKind::kWeights);
-      shard.value = rows.to(at::kCPU, kept, /*non_blocking=*/false, /*copy=*/true).contiguous();
+      shard.value =
+          rows.to(options_.device, kept, /*non_blocking=*/false, /*copy=*/true).contiguous();
     }
     shard.spec.load_rows = nullptr;
 
@@ -83,7 +88,7 @@ ShardedParameters::ShardedParameters(std::vector<ParamSpec> specs,
     // A group of one with equal dtypes computes with the shard itself.
     const bool same = group_of(shard).size() == 1 && kept == s.compute_dtype;
     gathered_.push_back(same ? shard.value
-                             : at::empty(s.shape, at::TensorOptions(s.compute_dtype)));
+                             : at::empty(s.shape, shard.value.options().dtype(s.compute_dtype)));
     if (!same) set_storage(gathered_.back(), false);
     shards_.push_back(std::move(shard));
   }
@@ -136,10 +141,8 @@ void ShardedParameters::finish(Bucket& bucket) {
     for (const size_t i : bucket.params) {
       if (gathered_[i].is_same(shards_[i].value)) continue;
       set_storage(gathered_[i], true);
-      // Written below autograd: graphs that saved this tensor expect these values again.
-      gathered_[i].detach().set_requires_grad(false);
-      const Tensor cast = shards_[i].value.to(bucket.dtype).contiguous();
-      std::memcpy(gathered_[i].mutable_data_ptr(), cast.const_data_ptr(), cast.nbytes());
+      // A version of its own: graphs that saved this tensor expect these values again.
+      gathered_[i].variable_data().copy_(shards_[i].value);
     }
     return;
   }
@@ -211,8 +214,9 @@ void ShardedParameters::reduce(const Bucket& bucket,
   if (params.empty()) return;
   int64_t total = 0;
   for (const int64_t e : elements) total += e;
-  const Tensor send =
-      at::zeros({total}, at::TensorOptions(options_.exact ? at::kDouble : options_.wide));
+  const Tensor send = at::zeros(
+      {total},
+      at::TensorOptions(options_.exact ? at::kDouble : options_.wide).device(options_.device));
   int64_t at = 0;
   for (size_t r = 0; r < elements.size(); ++r) {
     for (const size_t i : params) {

@@ -33,6 +33,7 @@ struct ShardOptions {
   at::ScalarType wide = at::kFloat;  ///< dtype of masters and of reduced gradients
   bool prefetch = true;              ///< start gathering the next unit while one computes
   int64_t head_unit = 0;             ///< stays gathered between forward and backward
+  at::Device device = at::kCPU;      ///< of shards, parameters and gradients; CUDA: one rank
   bool exact = false;                ///< gradients come as pairs of exact sums (wide is float32)
 };
 

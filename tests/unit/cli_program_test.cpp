@@ -238,7 +238,9 @@ TEST_F(Program, LogitsRefusesBadInputAndLeavesNothing) {
   expect_refused(logits({"--engine", "inference", "--grads"}), 2, {"grads belongs to the trainer"});
   expect_refused(logits({"--decode", "3"}), 2, {"decode belongs to the inference engine"});
   expect_refused(logits({"--engine", "oven"}), 2, {"oven"});
-  expect_refused(logits({"--device", "cuda"}), 2, {"CPU"});
+  expect_refused(logits({"--device", "gpu"}), 2, {"gpu", "cuda"});
+  if (!std::filesystem::exists("/dev/nvidiactl"))
+    expect_refused(logits({"--device", "cuda"}), 2, {"NVIDIA driver", "\"cpu\""});
   expect_refused(logits({"--stream-layers", "--grads"}), 2, {"--stream-layers"});
 }
 

@@ -227,7 +227,7 @@ TEST(Scenario, FeaturesThisBuildLacksAreRefusedByName) {
   expect_error(with("grads = true", "grads = true\nengine = \"inference\""),
                ErrorKind::kConfig,
                {"good.toml:", "grads belongs to the trainer"});
-  expect_error(with("grads = true", "device = \"cuda\""), ErrorKind::kConfig, {"CPU"});
+  expect_error(with("grads = true", "device = \"gpu\""), ErrorKind::kConfig, {"gpu", "cuda"});
   expect_error(with("grads = true", "decode = 4"), ErrorKind::kConfig, {"decode"});
   expect_error(kGood + "[[fault]]\nkind = \"stall\"\n", ErrorKind::kConfig, {"fault"});
 }
