@@ -209,6 +209,7 @@ int run_command_doctor(const DoctorOptions& options, const Context& context) {
     });
   }
   if (launcher_rank() != 0) return 0;
+  Finding device = cuda();  // before anything asks LibTorch about devices
   Environment environment = local_environment();
   environment.mpi = mpi_version();
   std::vector<Finding> findings = {
@@ -219,7 +220,7 @@ int run_command_doctor(const DoctorOptions& options, const Context& context) {
       {"torch", State::kGood, fmt::format("{}; {}", environment.torch, environment.blas), {}}};
   if (!under_mpi_launcher()) findings.push_back(mpi(environment));
   findings.push_back({"hdf5", State::kGood, golden::hdf5_version(), {}});
-  findings.push_back(cuda());
+  findings.push_back(std::move(device));
   findings.push_back(golden_store());
   findings.push_back(golden_python());
   bool broken = false;

@@ -3,6 +3,7 @@
 #include <bit>
 
 #include "model/base/parallel.hpp"
+#include "model/ops/power_of_two.hpp"
 
 namespace lockstep::model {
 namespace {
@@ -82,7 +83,7 @@ Fp8Rows quantise_rows_reference(const Tensor& x, Fp8Scale mode) {
   if (mode == Fp8Scale::kPow2) {
     // In float64 the logarithm of a float32 power of two is exact, so ceil cannot go astray.
     const Tensor ratio = amax * at::scalar_tensor(1.0F / 448.0F, at::kFloat);
-    scale = at::exp2(at::ceil(at::log2(ratio.to(at::kDouble)))).to(at::kFloat);
+    scale = power_of_two(at::ceil(at::log2(ratio.to(at::kDouble)))).to(at::kFloat);
   }
   const Tensor y = (v / scale.unsqueeze(-1)).clamp(-kFp8Max, kFp8Max);
   return {y.to(at::kFloat8_e4m3fn).view(at::kByte), scale};

@@ -123,7 +123,7 @@ Tensor select_keys_reference(const Tensor& q,
       }
     }
   }
-  return selection;
+  return selection.to(q.device());
 }
 
 }  // namespace lockstep::model

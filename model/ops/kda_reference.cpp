@@ -5,6 +5,7 @@
 #include "model/ops/kda.hpp"
 #include "model/ops/kda_dispatch.hpp"
 #include "model/ops/kda_mode.hpp"
+#include "model/ops/power_of_two.hpp"
 
 namespace lockstep::model {
 namespace {
@@ -64,7 +65,9 @@ Tokens tokens_of(const KdaInput& in, const KdaMode& mode, const Numerics& num) {
           round_through(beta, mode.round_beta)};
 }
 
-Tensor power(const Tensor& x, const KdaMode& mode) { return mode.base2 ? x.exp2() : x.exp(); }
+Tensor power(const Tensor& x, const KdaMode& mode) {
+  return mode.base2 ? power_of_two(x) : x.exp();
+}
 
 /// Runs step(first row, end row, state) over pieces of each segment and collects outputs and
 /// states.

@@ -44,6 +44,25 @@ TEST(DeviceForms, EqualTheFastOnesInFloat64) {
   EXPECT_LE(distance, 1e-11) << name;
 }
 
+TEST(DeviceForms, RecomputeGivesTheSameBytes) {
+  const harness::Documents docs = tiny_documents({75, 1, 7, 50});
+  const DeviceFormsOnCpu forms;
+  for (const char* policy : {"float32", "hf-bf16", "fsdp-fp32-islands"}) {
+    harness::TrainerOptions options;
+    options.numerics = model::Numerics::policy(policy);
+    options.grads = true;
+    const auto run = [&] {
+      return harness::Trainer(tiny(), options, parallel::Mesh::single()).run(docs);
+    };
+    const harness::TrainerResult kept = run();
+    options.recompute = true;
+    const harness::TrainerResult again = run();
+    EXPECT_TRUE(same_bytes(again.logits, kept.logits)) << policy;
+    for (const auto& [name, grad] : kept.grads)
+      EXPECT_TRUE(same_bytes(again.grads.at(name), grad)) << policy << " " << name;
+  }
+}
+
 TEST(DeviceForms, SelectionsAreThoseOfThePlainForm) {
   const model::Numerics num = model::Numerics::policy("float32");
   const Packing packing = Packing::of_lengths({37, 0, 3, 1, 66, 4});
