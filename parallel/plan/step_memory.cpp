@@ -47,7 +47,6 @@ class Timeline {
 struct Bucket {
   int64_t members = 1;       ///< ranks of the group
   int64_t own = 0, all = 0;  ///< of this rank, of all
-  int64_t casting = 0;       ///< most while parameters are cast one after another
   int64_t own_trained = 0, all_trained = 0;
   int64_t width = 0;  ///< bytes of an element as it is computed with
   bool expert = false;
@@ -111,7 +110,6 @@ class Step {
         b.members = size;
         b.own += own;
         b.all += all;
-        b.casting = std::max(b.casting, b.all + all);
         b.width = size_of(spec.compute_dtype);
         b.expert = spec.expert;
         b.copies = copies;
@@ -210,9 +208,7 @@ class Step {
   }
   void finish(Bucket& b) {
     if (b.members == 1) {
-      if (!b.copies) return;
-      time_.touch(b.kind(), b.casting * b.width);
-      time_.add(b.kind(), b.all * b.width);
+      if (b.copies) time_.add(b.kind(), b.all * b.width);
       return;
     }
     time_.add(MemoryKind::kExchange, -b.own * b.width);
