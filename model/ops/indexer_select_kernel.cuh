@@ -2,7 +2,7 @@
 
 // The k best pools of a row of scores, one warp for a token. Scores pass by in order of the pools;
 // those above the k-th best so far are kept, a few of a long row. Whenever the buffer is full the
-// bound is found anew, by counting keys held in registers; only at the end exactly. The buffer
+// bound is found anew, by counting keys; only at the end exactly. The buffer
 // stays in pool order, so that ties go to the lower pool and the result needs no sorting.
 
 #include "model/ops/indexer_score_kernel.cuh"
@@ -51,18 +51,12 @@ struct Candidates {
   /// out can not be among the best of the row.
   LOCKSTEP_DEVICE void reduce(int slack) {
     if (count <= budget + slack) return;
-    constexpr int kEach = kBuffer / 32;
-    uint32_t key[kEach];
-    int32_t pool[kEach];
-    uint32_t low = 0xffffffff, high = 0;
     __syncwarp();
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      const int at = 32 * i + lane;
-      key[i] = at < count ? keys[at] : 0;
-      pool[i] = at < count ? pools[at] : 0;
-      high = max(high, key[i]);
-      low = min(low, at < count ? key[i] : 0xffffffff);
+    uint32_t low = 0xffffffff, high = 0;
+    for (int at = lane; at < count; at += 32) {
+      const uint32_t key = keys[at];
+      low = min(low, key);
+      high = max(high, key);
     }
     low = __reduce_min_sync(~0u, low);
     high = __reduce_max_sync(~0u, high) + 1;
@@ -76,8 +70,8 @@ struct Candidates {
                                  : static_cast<uint32_t>(static_cast<float>(high - low) * part);
       const uint32_t middle = low + min(max(ahead, 1u), high - low - 1);
       uint32_t mine = 0;
-#pragma unroll
-      for (int i = 0; i < kEach; ++i) mine += key[i] >= middle ? 1 : 0;
+#pragma unroll 8
+      for (int at = lane; at < count; at += 32) mine += keys[at] >= middle ? 1 : 0;
       const int reached = static_cast<int>(__reduce_add_sync(~0u, mine));
       if (reached >= budget) {
         low = middle;
@@ -92,20 +86,24 @@ struct Candidates {
     int ties = budget - at_high;
     uint32_t least = kLargestKey;
     const uint32_t before = (1u << lane) - 1;
+    const int old_count = count;
     count = 0;
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      bool take = enough ? key[i] >= low : key[i] > low;
+#pragma unroll 4
+    for (int first = 0; first < old_count; first += 32) {
+      // What is kept moves down, never beyond rows that have been read.
+      const uint32_t key = first + lane < old_count ? keys[first + lane] : 0;
+      const int32_t pool = first + lane < old_count ? pools[first + lane] : 0;
+      bool take = enough ? key >= low : key > low;
       if (!enough) {
-        const uint32_t equal = __ballot_sync(~0u, key[i] == low);
-        if (key[i] == low) take = __popc(equal & before) < ties;
+        const uint32_t equal = __ballot_sync(~0u, key == low);
+        if (key == low) take = __popc(equal & before) < ties;
         ties -= __popc(equal);
       }
       const uint32_t takers = __ballot_sync(~0u, take);
       const int at = count + __popc(takers & before);
       if (take) {
-        keys[at] = key[i], pools[at] = pool[i];
-        least = min(least, key[i]);
+        keys[at] = key, pools[at] = pool;
+        least = min(least, key);
       }
       count += __popc(takers);
     }
@@ -116,7 +114,7 @@ struct Candidates {
 
 extern __shared__ unsigned char select_shared[];
 
-static __global__ void __launch_bounds__(kSelectWarps * 32, 2)
+static __global__ void __launch_bounds__(kSelectWarps * 32, 3)
     select_kernel(const __grid_constant__ SelectParams p) {
   constexpr int kAhead = 16;  // scores of a lane in flight
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
@@ -135,13 +133,20 @@ static __global__ void __launch_bounds__(kSelectWarps * 32, 2)
     const float* const row = p.scores + token * p.stride + place.origin;
     const int own =
         p.own_pool_first && (place.position + 1) % p.documents.kpool == 0 ? full - 1 : -1;
-    for (int base = 0; base < full; base += 32 * kAhead) {
-      float score[kAhead];
+    float next[kAhead];  // the warp waits for scores: the next ones are always on their way
+    const auto fetch = [&](int base) {
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
         const int pool = base + 32 * i + lane;
-        score[i] = pool < full ? __ldcs(row + pool) : 0.0f;
+        if (pool < full) next[i] = __ldcs(row + pool);
       }
+    };
+    fetch(0);
+    for (int base = 0; base < full; base += 32 * kAhead) {
+      float score[kAhead];
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) score[i] = next[i];
+      fetch(base + 32 * kAhead);
       uint32_t key[kAhead], passing = 0;
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
@@ -165,15 +170,17 @@ static __global__ void __launch_bounds__(kSelectWarps * 32, 2)
   const int chosen = taken * kpool;
   const int last = p.tail ? static_cast<int>(place.position) % kpool + 1 : 0;
   const int tail = p.tail && last < kpool ? last : 0;  // tokens of the unfinished pool
+  const int shift = (kpool & (kpool - 1)) == 0 ? __ffs(kpool) - 1 : -1;  // division is slow
+#pragma unroll 4
   for (int i = lane; i < p.width; i += 32) {
     int value = -1;
     if (i < chosen) {
-      const int pool = i / kpool;
-      value = origin + (all ? pool : c.pools[pool]) * kpool + i % kpool;
+      const int pool = shift >= 0 ? i >> shift : i / kpool;
+      value = origin + (all ? pool : c.pools[pool]) * kpool + i - pool * kpool;
     } else if (i < chosen + tail) {
       value = origin + full * kpool + i - chosen;
     }
-    out[i] = value;
+    __stcs(out + i, value);
   }
 }
 
