@@ -1,10 +1,10 @@
-#include <cudaTypedefs.h>
 #include <cuda_runtime.h>
 
 #include <algorithm>
 
 #include "model/ops/head_cuda.hpp"
 #include "model/ops/head_gemm_kernel.cuh"
+#include "model/ops/tensor_map.cuh"
 
 namespace lockstep::model {
 namespace {
@@ -29,57 +29,26 @@ bool misaligned(Pointers... p) {
 }
 int64_t tiles(int64_t count) { return (count + kTile - 1) / kTile; }
 
-struct Device {
-  int multiprocessors = 0;
-  PFN_cuTensorMapEncodeTiled_v12000 encode = nullptr;
-};
-HeadCudaResult find(Device& d) {
-  int index = 0, major = 0;
-  cudaError_t error = cudaGetDevice(&index);
-  const auto query = [&](int* value, cudaDeviceAttr what) {
-    if (error == cudaSuccess) error = cudaDeviceGetAttribute(value, what, index);
-  };
-  query(&major, cudaDevAttrComputeCapabilityMajor);
-  query(&d.multiprocessors, cudaDevAttrMultiProcessorCount);
-  if (error != cudaSuccess) return failed(error);
-  if (major != 9)
+HeadCudaResult find(MapDevice& d) {
+  d = find_map_device();
+  if (d.error != cudaSuccess) return failed(d.error);
+  if (!d.hopper)
     return {HeadCudaStatus::kUnsupportedDevice, 0, "needs compute capability 9.0 (sm_90a code)"};
-  void* entry = nullptr;
-  cudaDriverEntryPointQueryResult found;
-  error = cudaGetDriverEntryPointByVersion(
-      "cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
-  d.encode = reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(entry);
-  if (error == cudaSuccess && entry == nullptr) error = cudaErrorNotSupported;
-  return outcome(error);
+  return {};
 }
 
-/// Slabs of a bf16 matrix [rows][columns], rows `stride` elements apart.
-bool encode(const Device& d,
+/// A matrix [rows][columns], rows `stride` elements apart.
+bool encode(const MapDevice& d,
             CUtensorMap* map,
             const void* base,
             int64_t columns,
             int64_t rows,
             int64_t stride) {
-  const cuuint64_t dims[3] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows), 1};
-  const cuuint64_t strides[2] = {static_cast<cuuint64_t>(stride) * 2,
-                                 static_cast<cuuint64_t>(stride) * 2 * dims[1]};
-  const cuuint32_t box[3] = {64, 64, 1}, steps[3] = {1, 1, 1};
-  return d.encode(map,
-                  CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-                  3,
-                  const_cast<void*>(base),
-                  dims,
-                  strides,
-                  box,
-                  steps,
-                  CU_TENSOR_MAP_INTERLEAVE_NONE,
-                  CU_TENSOR_MAP_SWIZZLE_128B,
-                  CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  return encode_slabs(d, map, base, columns, rows, 1, stride);
 }
 
 template <Product kProduct, bool kRound>
-cudaError_t launch(const Device& d, const ProductParams& p, CUstream_st* stream) {
+cudaError_t launch(const MapDevice& d, const ProductParams& p, CUstream_st* stream) {
   const auto kernel = &head::product_kernel<kProduct, kRound>;
   cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, head::kSharedBytes);
@@ -91,7 +60,7 @@ cudaError_t launch(const Device& d, const ProductParams& p, CUstream_st* stream)
 }
 template <Product kProduct>
 cudaError_t launch_rounding(bool round,
-                            const Device& d,
+                            const MapDevice& d,
                             const ProductParams& p,
                             CUstream_st* stream) {
   return round ? launch<kProduct, true>(d, p, stream) : launch<kProduct, false>(d, p, stream);
@@ -138,7 +107,7 @@ HeadCudaResult head_forward(const HeadForwardCudaArgs& args,
   if (workspace == nullptr || workspace_bytes < head_forward_workspace_bytes(a.vocab, 1, entropy))
     return too_small("allocate head_forward_workspace_bytes(vocab, rows, entropy)");
   if (misaligned(workspace)) return bad("workspace must be 16-byte aligned");
-  Device d;
+  MapDevice d;
   if (const HeadCudaResult r = find(d); !r) return r;
   // Whole tiles of rows, so that a token's place in its tile is the same.
   const int64_t rows = std::min((static_cast<int64_t>(workspace_bytes) - kCounterBytes) /
@@ -203,7 +172,7 @@ HeadCudaResult head_backward(const HeadBackwardCudaArgs& args,
   if (misaligned(args.dh, workspace)) return bad("dh and workspace: 16-byte alignment");
   if (workspace == nullptr || workspace_bytes < head_backward_workspace_bytes(a, 1))
     return too_small("allocate head_backward_workspace_bytes(head, slice)");
-  Device d;
+  MapDevice d;
   if (const HeadCudaResult r = find(d); !r) return r;
   const int64_t room = static_cast<int64_t>(workspace_bytes) - kCounterBytes - sum_bytes(a);
   const int64_t slice = std::min(room / (kTile * a.tokens * 2), tiles(a.vocab)) * kTile;

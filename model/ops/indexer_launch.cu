@@ -1,4 +1,3 @@
-#include <cudaTypedefs.h>
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -6,6 +5,7 @@
 
 #include "model/ops/indexer_cuda.hpp"
 #include "model/ops/indexer_select_kernel.cuh"
+#include "model/ops/tensor_map.cuh"
 
 namespace lockstep::model {
 namespace {
@@ -74,31 +74,17 @@ float score_constant() { return static_cast<float>(std::pow(128.0, -0.5) * std::
 /// Boxes of 128 bytes of `box_rows` rows.
 cudaError_t encode(
     CUtensorMap* map, const void* base, int64_t row_bytes, int64_t rows, int box_rows) {
-  void* entry = nullptr;
-  cudaDriverEntryPointQueryResult found;
-  const cudaError_t error = cudaGetDriverEntryPointByVersion(
-      "cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
+  EncodeTensorMap encoder = nullptr;
+  const cudaError_t error = find_encoder(encoder);
   if (error != cudaSuccess) return error;
-  if (entry == nullptr) return cudaErrorNotSupported;
-  const cuuint64_t dims[3] = {
-      static_cast<cuuint64_t>(row_bytes), static_cast<cuuint64_t>(std::max<int64_t>(rows, 1)), 1};
-  const cuuint64_t strides[2] = {dims[0], dims[0] * dims[1]};
-  const cuuint32_t box[3] = {128, static_cast<cuuint32_t>(box_rows), 1}, steps[3] = {1, 1, 1};
-  return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(entry)(
-             map,
-             CU_TENSOR_MAP_DATA_TYPE_UINT8,
-             3,
-             const_cast<void*>(base),
-             dims,
-             strides,
-             box,
-             steps,
-             CU_TENSOR_MAP_INTERLEAVE_NONE,
-             CU_TENSOR_MAP_SWIZZLE_128B,
-             CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS
-             ? cudaSuccess
-             : cudaErrorInvalidValue;
+  const MapShape shape{CU_TENSOR_MAP_DATA_TYPE_UINT8,
+                       row_bytes,
+                       std::max<int64_t>(rows, 1),
+                       1,
+                       row_bytes,
+                       128,
+                       box_rows};
+  return encode_map(encoder, map, base, shape) ? cudaSuccess : cudaErrorInvalidValue;
 }
 
 template <Dots kDots>

@@ -1,4 +1,3 @@
-#include <cudaTypedefs.h>
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -6,6 +5,7 @@
 
 #include "model/ops/moe_cuda.hpp"
 #include "model/ops/moe_gemm_kernel.cuh"
+#include "model/ops/tensor_map.cuh"
 
 namespace lockstep::model {
 namespace {
@@ -40,56 +40,14 @@ MoeCudaResult check(const MoeShape& s) {
   return {};
 }
 
-struct Device {
-  cudaError_t error = cudaSuccess;
-  bool hopper = false;
-  int multiprocessors = 0;
-  PFN_cuTensorMapEncodeTiled_v12000 encode = nullptr;
-};
-Device device() {
-  Device d;
-  int index = 0, major = 0;
-  d.error = cudaGetDevice(&index);
-  const auto query = [&](int* value, cudaDeviceAttr what) {
-    if (d.error == cudaSuccess) d.error = cudaDeviceGetAttribute(value, what, index);
-  };
-  query(&major, cudaDevAttrComputeCapabilityMajor);
-  query(&d.multiprocessors, cudaDevAttrMultiProcessorCount);
-  d.hopper = major == 9;
-  void* entry = nullptr;
-  cudaDriverEntryPointQueryResult found;
-  if (d.error == cudaSuccess)
-    d.error = cudaGetDriverEntryPointByVersion(
-        "cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
-  d.encode = reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(entry);
-  if (d.error == cudaSuccess && entry == nullptr) d.error = cudaErrorNotSupported;
-  return d;
-}
-
-/// Boxes of one slab in a bf16 tensor [depth][rows][columns].
-bool encode(const Device& d,
+/// A contiguous tensor.
+bool encode(const MapDevice& d,
             CUtensorMap* map,
             const void* base,
             int64_t columns,
             int64_t rows,
             int64_t depth) {
-  const cuuint64_t dims[3] = {static_cast<cuuint64_t>(columns),
-                              static_cast<cuuint64_t>(rows),
-                              static_cast<cuuint64_t>(depth)};
-  const cuuint64_t strides[2] = {dims[0] * 2, dims[0] * dims[1] * 2};
-  const cuuint32_t box[3] = {64, 64, 1}, steps[3] = {1, 1, 1};
-  return d.encode(map,
-                  CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-                  3,
-                  const_cast<void*>(base),
-                  dims,
-                  strides,
-                  box,
-                  steps,
-                  CU_TENSOR_MAP_INTERLEAVE_NONE,
-                  CU_TENSOR_MAP_SWIZZLE_128B,
-                  CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  return encode_slabs(d, map, base, columns, rows, depth, columns);
 }
 
 struct RowTensor {
@@ -98,7 +56,7 @@ struct RowTensor {
 };
 
 /// Writes [tensor][expert] maps to `to`.
-MoeCudaResult make_maps(const Device& d,
+MoeCudaResult make_maps(const MapDevice& d,
                         const MoeShape& s,
                         std::initializer_list<RowTensor> tensors,
                         CUtensorMap* to,
@@ -127,7 +85,7 @@ MoeCudaResult make_maps(const Device& d,
 }
 
 template <Product kProduct, int kRoundings = 0>
-MoeCudaResult launch(const Device& d, const ProductParams& p, CUstream_st* stream) {
+MoeCudaResult launch(const MapDevice& d, const ProductParams& p, CUstream_st* stream) {
   const auto kernel = &moe::product_kernel<kProduct, kRoundings>;
   cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, moe::kSharedBytes);
@@ -139,7 +97,7 @@ MoeCudaResult launch(const Device& d, const ProductParams& p, CUstream_st* strea
 }
 template <Product kProduct>
 MoeCudaResult launch_rounding(int roundings,
-                              const Device& d,
+                              const MapDevice& d,
                               const ProductParams& p,
                               CUstream_st* stream) {
   return roundings == 1   ? launch<kProduct, 1>(d, p, stream)
@@ -162,7 +120,7 @@ int column_tiles(int64_t columns) {
 }
 int depth_tiles(int64_t depth) { return static_cast<int>(depth / moe::kTileDepth); }
 
-MoeCudaResult check_device(const Device& d, const void* workspace, size_t bytes, size_t wanted) {
+MoeCudaResult check_device(const MapDevice& d, const void* workspace, size_t bytes, size_t wanted) {
   if (d.error != cudaSuccess) return failed(d.error);
   if (!d.hopper)
     return {MoeCudaStatus::kUnsupportedDevice, 0, "needs compute capability 9.0 (sm_90a code)"};
@@ -196,7 +154,7 @@ MoeCudaResult moe_experts_forward(const MoeExpertsForwardArgs& a,
                         static_cast<const void*>(a.products),
                         static_cast<const void*>(a.out)})
     if (!aligned(q, 16)) return bad("all tensors: 16-byte alignment");
-  const Device d = device();
+  const MapDevice d = find_map_device();
   if (const MoeCudaResult r =
           check_device(d, workspace, workspace_bytes, moe_experts_forward_workspace_bytes(s));
       !r)
@@ -250,7 +208,7 @@ MoeCudaResult moe_experts_backward(const MoeExpertsBackwardArgs& a,
                         static_cast<const void*>(a.dgate_up),
                         static_cast<const void*>(a.ddown)})
     if (!aligned(q, 16)) return bad("all tensors: 16-byte alignment");
-  const Device d = device();
+  const MapDevice d = find_map_device();
   if (const MoeCudaResult r =
           check_device(d, workspace, workspace_bytes, moe_experts_backward_workspace_bytes(s));
       !r)
