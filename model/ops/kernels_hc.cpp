@@ -33,59 +33,20 @@ struct PreInfo {
   HcForwardRounding rounding;
 };
 
-/// Collapse of the streams alone: the kernel's first boundary.
-class PreKernel : public torch::autograd::Function<PreKernel> {
- public:
-  static variable_list forward(AutogradContext* ctx,
-                               const Tensor& x_in,
-                               const Tensor& fn_in,
-                               const Tensor& base_in,
-                               const Tensor& scale_in,
-                               const Tensor& weight_in,
-                               const PreInfo& info) {
-    const Tensor x = dense(x_in), fn = wide(fn_in), base = wide(base_in), scale = wide(scale_in),
-                 weight = wide(weight_in);
-    const int64_t tokens = x.size(0), logits = fn.size(0);
-    const auto floats = [&](at::IntArrayRef sizes) { return at::empty(sizes, fn.options()); };
-    Tensor x_normed = at::empty({tokens, kWidth}, x.options());
-    Tensor post = floats({tokens, kStreams}), comb = floats({tokens, kStreams, kStreams});
-    const Tensor m = floats({tokens, logits}), r = floats({tokens});
-    HcForwardArgs args;
-    args.tokens = tokens;
-    args.x = half_in(x);
-    args.fn = float_in(fn);
-    args.base = float_in(base);
-    args.scale = float_in(scale);
-    args.norm_weight = float_in(weight);
-    args.norm_eps = static_cast<float>(info.params.norm_eps);
-    args.eps = static_cast<float>(info.params.eps);
-    args.sinkhorn_iters = static_cast<int>(info.params.sinkhorn_iters);
-    args.rounding = info.rounding;
-    args.x_normed = half_out(x_normed);
-    args.post_next = float_out(post);
-    args.comb_next = float_out(comb);
-    args.m_next = float_out(m);
-    args.r_next = float_out(r);
-    const Tensor scratch = workspace(hc_forward_workspace_bytes(), x);
-    must_run(
-        hc_forward(args, scratch.mutable_data_ptr(), hc_forward_workspace_bytes(), stream_of(x)),
-        "hc_forward");
-    ctx->save_for_backward({x_in, fn_in, base_in, scale_in, weight_in, m, r});
-    stash(ctx, info);
-    return {x_normed, post, comb};
-  }
+/// Operands of a collapse as both kernels take them.
+struct PreOperands {
+  Tensor x, fn, base, scale, weight;
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const variable_list saved = ctx->get_saved_variables();
-    const PreInfo& info = stashed<PreInfo>(ctx);
-    const Tensor x = dense(saved[0]), fn = wide(saved[1]), base = wide(saved[2]),
-                 scale = wide(saved[3]), weight = wide(saved[4]), m = saved[5], r = saved[6];
-    const Tensor dx_normed = dense(grads[0]), dpost = wide(grads[1]), dcomb = wide(grads[2]);
-    const auto like = [](const Tensor& t) { return at::empty(t.sizes(), t.options()); };
-    // What reads the streams later has its own node in the graph.
-    const Tensor none = at::zeros_like(x), dx = like(x), dfn = like(fn), dbase = like(base),
-                 dscale = like(scale), dweight = like(weight);
-    HcBackwardArgs args;
+  explicit PreOperands(const variable_list& in)
+      : x(dense(in[0])),
+        fn(wide(in[1])),
+        base(wide(in[2])),
+        scale(wide(in[3])),
+        weight(wide(in[4])) {}
+
+  template <typename Args>
+  [[nodiscard]] Args args(const PreInfo& info) const {
+    Args args;
     args.tokens = x.size(0);
     args.x = half_in(x);
     args.fn = float_in(fn);
@@ -96,6 +57,81 @@ class PreKernel : public torch::autograd::Function<PreKernel> {
     args.eps = static_cast<float>(info.params.eps);
     args.sinkhorn_iters = static_cast<int>(info.params.sinkhorn_iters);
     args.rounding = info.rounding;
+    return args;
+  }
+};
+
+/// Operands of a mix likewise.
+struct PostOperands {
+  Tensor y, x, post, comb;
+
+  explicit PostOperands(const variable_list& in)
+      : y(dense(in[0])), x(dense(in[1])), post(dense(in[2])), comb(dense(in[3])) {}
+
+  template <typename Args>
+  [[nodiscard]] Args args(const HcForwardRounding& rounding) const {
+    Args args;
+    args.tokens = x.size(0);
+    args.x = half_in(x);
+    args.y = half_in(y);
+    args.post = float_in(post);
+    args.comb = float_in(comb);
+    args.rounding = rounding;
+    return args;
+  }
+};
+
+void run(const HcForwardArgs& args, const Tensor& x) {
+  const size_t bytes = hc_forward_workspace_bytes();
+  const Tensor scratch = workspace(bytes, x);
+  must_run(hc_forward(args, scratch.mutable_data_ptr(), bytes, stream_of(x)), "hc_forward");
+}
+void run(const HcBackwardArgs& args, const Tensor& x) {
+  const size_t bytes = hc_backward_workspace_bytes(args.tokens);
+  const Tensor scratch = workspace(bytes, x);
+  must_run(hc_backward(args, scratch.mutable_data_ptr(), bytes, stream_of(x)), "hc_backward");
+}
+
+Tensor like(const Tensor& t) { return at::empty(t.sizes(), t.options()); }
+
+/// Collapse of the streams alone: the kernel's first boundary.
+class PreKernel : public torch::autograd::Function<PreKernel> {
+ public:
+  static variable_list forward(AutogradContext* ctx,
+                               const Tensor& x_in,
+                               const Tensor& fn_in,
+                               const Tensor& base_in,
+                               const Tensor& scale_in,
+                               const Tensor& weight_in,
+                               const PreInfo& info) {
+    const PreOperands in({x_in, fn_in, base_in, scale_in, weight_in});
+    const int64_t tokens = in.x.size(0), logits = in.fn.size(0);
+    const auto floats = [&](at::IntArrayRef sizes) { return at::empty(sizes, in.fn.options()); };
+    Tensor x_normed = at::empty({tokens, kWidth}, in.x.options());
+    Tensor post = floats({tokens, kStreams}), comb = floats({tokens, kStreams, kStreams});
+    const Tensor m = floats({tokens, logits}), r = floats({tokens});
+    auto args = in.args<HcForwardArgs>(info);
+    args.x_normed = half_out(x_normed);
+    args.post_next = float_out(post);
+    args.comb_next = float_out(comb);
+    args.m_next = float_out(m);
+    args.r_next = float_out(r);
+    run(args, in.x);
+    ctx->save_for_backward({x_in, fn_in, base_in, scale_in, weight_in, m, r});
+    stash(ctx, info);
+    return {x_normed, post, comb};
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const variable_list saved = ctx->get_saved_variables();
+    const PreInfo& info = stashed<PreInfo>(ctx);
+    const PreOperands in(saved);
+    const Tensor &m = saved[5], &r = saved[6];
+    const Tensor dx_normed = dense(grads[0]), dpost = wide(grads[1]), dcomb = wide(grads[2]);
+    // What reads the streams later has its own node in the graph.
+    const Tensor none = at::zeros_like(in.x), dx = like(in.x), dfn = like(in.fn),
+                 dbase = like(in.base), dscale = like(in.scale), dweight = like(in.weight);
+    auto args = in.args<HcBackwardArgs>(info);
     args.m = float_in(m);
     args.r = float_in(r);
     args.dx_next = half_in(none);
@@ -107,9 +143,7 @@ class PreKernel : public torch::autograd::Function<PreKernel> {
     args.dbase = float_out(dbase);
     args.dscale = float_out(dscale);
     args.dnorm_weight = float_out(dweight);
-    const size_t bytes = hc_backward_workspace_bytes(args.tokens);
-    const Tensor scratch = workspace(bytes, x);
-    must_run(hc_backward(args, scratch.mutable_data_ptr(), bytes, stream_of(x)), "hc_backward");
+    run(args, in.x);
     return {dx,
             dfn.to(saved[1].scalar_type()),
             dbase.to(saved[2].scalar_type()),
@@ -128,20 +162,11 @@ class PostKernel : public torch::autograd::Function<PostKernel> {
                         const Tensor& post_in,
                         const Tensor& comb_in,
                         const HcForwardRounding& rounding) {
-    const Tensor y = dense(y_in), x = dense(x_in), post = dense(post_in), comb = dense(comb_in);
-    Tensor out = at::empty(x.sizes(), x.options());
-    HcForwardArgs args;
-    args.tokens = x.size(0);
-    args.x = half_in(x);
-    args.y = half_in(y);
-    args.post = float_in(post);
-    args.comb = float_in(comb);
+    const PostOperands in({y_in, x_in, post_in, comb_in});
+    Tensor out = like(in.x);
+    auto args = in.args<HcForwardArgs>(rounding);
     args.x_next = half_out(out);
-    args.rounding = rounding;
-    const Tensor scratch = workspace(hc_forward_workspace_bytes(), x);
-    must_run(
-        hc_forward(args, scratch.mutable_data_ptr(), hc_forward_workspace_bytes(), stream_of(x)),
-        "hc_forward");
+    run(args, in.x);
     ctx->save_for_backward({y_in, x_in, post_in, comb_in});
     stash(ctx, rounding);
     return out;
@@ -149,25 +174,16 @@ class PostKernel : public torch::autograd::Function<PostKernel> {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const variable_list saved = ctx->get_saved_variables();
-    const Tensor y = dense(saved[0]), x = dense(saved[1]), post = dense(saved[2]),
-                 comb = dense(saved[3]), dout = dense(grads[0]);
-    const auto like = [](const Tensor& t) { return at::empty(t.sizes(), t.options()); };
-    const Tensor dy = like(y), dx = like(x), dpost = like(post), dcomb = like(comb);
-    HcBackwardArgs args;
-    args.tokens = x.size(0);
-    args.x = half_in(x);
-    args.y = half_in(y);
-    args.post = float_in(post);
-    args.comb = float_in(comb);
-    args.rounding = stashed<HcForwardRounding>(ctx);
+    const PostOperands in(saved);
+    const Tensor dout = dense(grads[0]);
+    const Tensor dy = like(in.y), dx = like(in.x), dpost = like(in.post), dcomb = like(in.comb);
+    auto args = in.args<HcBackwardArgs>(stashed<HcForwardRounding>(ctx));
     args.dx_next = half_in(dout);
     args.dx = half_out(dx);
     args.dy = half_out(dy);
     args.dpost = float_out(dpost);
     args.dcomb = float_out(dcomb);
-    const size_t bytes = hc_backward_workspace_bytes(args.tokens);
-    const Tensor scratch = workspace(bytes, x);
-    must_run(hc_backward(args, scratch.mutable_data_ptr(), bytes, stream_of(x)), "hc_backward");
+    run(args, in.x);
     return {dy, dx, dpost, dcomb, Tensor()};
   }
 };
