@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <nlohmann/json.hpp>
 
 #include "harness/sync/weight_sync.hpp"
 #include "parallel/plan/footprint.hpp"
@@ -59,13 +58,12 @@ PlanSection plan_parameters(const model::ModelConfig& config, parallel::Optimize
   std::vector<ModelSize> sizes{parallel::model_size(config, optimizer)};
   std::string head = fmt::format("  {:<32} {:>17}", "parameters", "text model");
   PlanSection section;
-  Json json = to_json(sizes[0]);
+  section.json = to_json(sizes[0]);
   if (config.num_nextn_predict_layers > 0) {
     sizes.push_back(with_mtp(config, optimizer));
     head += fmt::format(" {:>17}", "with MTP");
-    json["with_mtp"] = to_json(sizes[1]);
+    section.json["with_mtp"] = to_json(sizes[1]);
   }
-  section.json = json.dump();
   section.text = head + '\n';
   const auto line = [&](const std::string& what, auto&& value_of) {
     section.text += fmt::format("    {:<30}", what);
@@ -149,14 +147,12 @@ PlanSection plan_sync(const SyncSides& sides) {
   if (num_ranks > kShownRanks)
     section.text +=
         fmt::format("  ... {} more ranks (--json lists all)\n", num_ranks - kShownRanks);
-  section.json = Json{
-      {"trainer_topology", model::to_string(sides.trainer_topology)},
-      {"engine_tp", sides.engine_topology.tp},
-      {"engine_policy", sides.engine.name()},
-      {"bytes", all},
-      {"exchanges", plan.buckets().size()},
-      {"ranks",
-       ranks}}.dump();
+  section.json = {{"trainer_topology", model::to_string(sides.trainer_topology)},
+                  {"engine_tp", sides.engine_topology.tp},
+                  {"engine_policy", sides.engine.name()},
+                  {"bytes", all},
+                  {"exchanges", plan.buckets().size()},
+                  {"ranks", ranks}};
   return section;
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <nlohmann/json.hpp>
 #include <string>
 
 #include "harness/sync/transfer_plan.hpp"
@@ -10,7 +11,8 @@
 namespace lockstep::harness {
 
 struct PlanSection {
-  std::string text, json;  ///< a table for people; an object
+  std::string text;             ///< a table for people
+  nlohmann::ordered_json json;  ///< an object
 };
 
 /// "1.50 MiB"; bytes below one KiB as they are.

@@ -563,7 +563,7 @@ StepPlanText describe_step(const StepPlanInput& input) {
   const std::vector<Host> hosts = hosts_of(input, ranks);
   const Files files = parallel::checkpoint_files(input.config, input.num, input.optimizer);
   const PlanSection parameters = plan_parameters(input.config, input.optimizer);
-  json["model"] = Json::parse(parameters.json);
+  json["model"] = parameters.json;
   plan.text = parameters.text + mesh_text(input, ranks);
   if (input.topology.cp > 1)
     plan.text += fmt::format("  nothing blocks cp = {} on this batch\n", input.topology.cp);
@@ -606,7 +606,7 @@ StepPlanText describe_step(const StepPlanInput& input) {
   if (input.sync) {
     const PlanSection sync = plan_sync(*input.sync);
     plan.text += sync.text;
-    json["weight_sync"] = Json::parse(sync.json);
+    json["weight_sync"] = sync.json;
   }
   plan.json = json.dump(2);
   return plan;

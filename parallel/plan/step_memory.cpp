@@ -212,8 +212,7 @@ class Step {
       return;
     }
     time_.add(MemoryKind::kExchange, -b.own * b.width);
-    time_.add(b.kind(), b.all * b.width);
-    time_.add(b.kind(), -b.all * b.width);
+    time_.touch(b.kind(), b.all * b.width);
     pending_.erase(&b);
   }
   void enter(int64_t unit, bool forward) {
